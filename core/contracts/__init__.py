@@ -1,0 +1,1 @@
+"""What plugins implement, one file a seam. Nothing here runs a model."""

@@ -1,0 +1,246 @@
+"""Cache layouts: how a layer keeps its past. The core decides which rows exist; a layout only stores them.
+
+Shapes: B rows, H key/value heads, N tokens of one forward, S columns that attention reads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import attrs
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+KINDS = ("full", "rotating", "recurrent", "chunked", "composite")
+"""Layer kinds: unbounded attention, sliding window, recurrent state, chunked attention, several caches in one."""
+
+
+@attrs.frozen(kw_only=True)
+class LayerInfo:
+    """One layer of a model, as read at bind.
+
+    ``path`` is "7", or "7.1" for part 1 of a composite. ``kind`` is one of `KINDS`, or the class name of a cache that
+    no kind describes. ``window`` and ``keep`` belong to rotating layers (``keep`` first tokens are never evicted),
+    ``chunk`` to chunked ones. Geometry is 0 where the traced forward did not show it. ``attendable``: attention
+    receives, by identity, what this layer's fetch returned.
+    """
+
+    index: int
+    path: str
+    kind: str
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    dtype: Any = None
+    window: int = 0
+    keep: int = 0
+    chunk: int = 0
+    slots: int = 0
+    attendable: bool = False
+    parts: tuple[LayerInfo, ...] = ()
+
+
+class Positions(tuple[int, ...]):
+    """Per-row token counts before a forward, with the device arrays that all layers of the step share.
+
+    One object serves every layer of one forward, so each array is made once, not once a layer.
+    """
+
+    _array: Any
+    _columns: dict[int, Any]
+
+    def __new__(cls, counts: Iterable[int]) -> Positions:
+        """Freeze ``counts`` (host integers, one a row)."""
+        self = super().__new__(cls, counts)
+        self._array = None
+        self._columns = {}
+        return self
+
+    @property
+    def equal(self) -> bool:
+        """True where all rows stand at one position: the serial graph applies."""
+        return all(count == self[0] for count in self)
+
+    @property
+    def array(self) -> mx.array:
+        """The counts as int32 ``[B]``."""
+        if self._array is None:
+            import mlx.core as mx
+
+            self._array = mx.array(list(self), dtype=mx.int32)
+        return self._array
+
+    def columns(self, width: int) -> mx.array:
+        """Return int32 ``[B, width]``: where each of the next ``width`` tokens of each row is written."""
+        if width not in self._columns:
+            import mlx.core as mx
+
+            self._columns[width] = self.array[:, None] + mx.arange(width, dtype=mx.int32)[None]
+        return self._columns[width]
+
+
+@runtime_checkable
+class KeyValues(Protocol):
+    """What an attending layout returns from ``update_and_fetch``, once as keys and once as values.
+
+    It stands for the logical array: ``shape`` and ``dtype`` are that array's. The step's write position is in the
+    handle, not in the cache, since models may attend with another layer's cache, or with none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """Attention of ``queries`` [B, heads, N, D] over this state; the shape of ``queries`` comes back."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class RowState:
+    """One row of one layer, owned: nothing in it aliases a running batch.
+
+    ``layout`` is the registered name through which it is restored. ``arrays`` and ``meta`` are safe to write as
+    safetensors; children of a composite are prefixed ``0.``, ``1.``. ``nbytes`` counts the arrays.
+    """
+
+    layout: str
+    tokens: int
+    _arrays: Mapping[str, Any] = attrs.field(alias="arrays")
+    _meta: Mapping[str, str] = attrs.field(alias="meta", factory=dict)
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return the arrays by name."""
+        return dict(self._arrays)
+
+    def meta(self) -> dict[str, str]:
+        """Return what the arrays do not say, as strings."""
+        return dict(self._meta)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(int(array.nbytes) for array in self._arrays.values())
+
+
+class BatchCache(Protocol):
+    """One layer's state for all rows of a group. With one row it *is* that row's serial cache.
+
+    The model side (``update_and_fetch``, ``offset``, ``make_mask``, settable ``keys`` and ``values``,
+    ``keys_and_values``; item access, iteration, ``lengths``, ``advance`` and being an ``ArraysCache`` for recurrent
+    layers) is what mlx-lm models expect of a cache; which of it is needed depends on the kind.
+    Never define ``__len__`` and never be falsy: models test ``if cache``.
+
+    No method syncs with the device except where said, and none copies all rows in a step, a join, a leave or a
+    rollback, amortised over growth. When no row is padded, positions, masks and reads are exactly those of
+    mlx-lm's own serial cache.
+    """
+
+    rewinds: bool
+    """True: `commit` takes any count. False (recurrent): a row keeps 0 or its whole width."""
+
+    @property
+    def rows(self) -> int:
+        """Rows held, at places 0 to rows - 1."""
+        ...
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Committed tokens per row, as the last `begin` and `commit` left them."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        ...
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that the rows' tokens need, without reserve."""
+        ...
+
+    def compact(self) -> None:
+        """Give back unused slots and columns. Called when idle or under memory pressure; copies what stays."""
+        ...
+
+    def arrays(self) -> list[mx.array]:
+        """Return what must be evaluated at a boundary: after a prefill chunk, before a join, before a publication.
+
+        A decode step evaluates the sampled tokens only; evaluating these with them makes MLX copy the cache.
+        """
+        ...
+
+    def begin(self, widths: Sequence[int], starts: Positions) -> None:
+        """Open a forward. Called before every forward, for every layer.
+
+        ``widths``: real tokens per row (0 allowed); the window is the widest. ``starts``: tokens per row before it.
+        """
+        ...
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Close a forward: row i keeps its first ``kept[i]`` tokens, ``0 <= kept[i] <= widths[i]``.
+
+        ``commit([0] * rows)`` aborts, also after a forward that raised half way while it was built.
+        """
+        ...
+
+    def add(self, n: int) -> None:
+        """Append ``n`` empty rows."""
+        ...
+
+    def join(self, other: BatchCache, slots: Sequence[int]) -> None:
+        """Put the rows of ``other`` at places ``slots`` (the next free ones). All or nothing; ``other`` is borrowed."""
+        ...
+
+    def take(self, indices: Sequence[int]) -> BatchCache:
+        """Return rows as a cache of their own: by reference when it is all of them in order, else a copy."""
+        ...
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Make old row ``indices[i]`` the new row i, in any order; rows not named are dropped.
+
+        May block once to materialise rows that move.
+        """
+        ...
+
+    def extract(self, row: int) -> RowState:
+        """Return an owned copy of a row, already dispatched (``async_eval``), or a counted share of immutable blocks."""
+        ...
+
+    def reusable(self, tokens: int) -> int:
+        """Return the longest prefix, at most ``tokens``, for which this state can be reused."""
+        ...
+
+    def columns(self, widths: Sequence[int]) -> Hashable:
+        """Describe the columns that a forward of ``widths`` reads; layers that share a mask must agree."""
+        ...
+
+
+class CacheLayout(Protocol):
+    """A storage idea, registered by name; it holds no rows itself."""
+
+    name: str
+    kinds: frozenset[str]
+    """The layer kinds it can hold."""
+    options: type
+    """An attrs class: the layout's options in the config file. Unknown keys are refused."""
+
+    def refuses(self, layer: LayerInfo, options: Any) -> str | None:
+        """Return why this layer cannot be held, or None. Called once per layer at bind."""
+        ...
+
+    def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> BatchCache:
+        """Return a cache without rows.
+
+        ``slots`` rows are reserved at the first write. ``window`` is the longest forward that may be rolled back.
+        """
+        ...
+
+    def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
+        """Return the bytes of one row that holds ``tokens``."""
+        ...
+
+    def restore(self, state: RowState) -> BatchCache:
+        """Return a cache with the one row that ``state`` describes; it shares the state's arrays and never writes them."""
+        ...

@@ -1,0 +1,59 @@
+"""Loaders: from a name or a path to a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+
+class Tokenizer(Protocol):
+    """What the core needs of a tokenizer."""
+
+    eos_token_ids: frozenset[int]
+    """Every id that ends a turn: the union of what tokenizer, model and generation config name."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the prompt's token ids, special tokens (BOS) added as the model wants them."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the exact text of ``ids``: special tokens left out, spaces untouched, undecodable bytes as U+FFFD."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a conversation, ready for the assistant's answer. Raises `errors.NoChatTemplate`."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class LoadedModel:
+    """A model whose weights are evaluated.
+
+    ``model`` is an mlx-lm model: ``model(ids, cache=caches)`` returns logits. ``identity`` names the weights, for
+    keys of stored state. ``positions`` is the most tokens of one sequence, None where the model does not say.
+    """
+
+    model: Any
+    tokenizer: Tokenizer | None
+    identity: str
+    model_type: str
+    positions: int | None = None
+
+
+class Loader(Protocol):
+    """Registered by name; loaders are asked in order of registration, built-in directories last."""
+
+    name: str
+
+    def accepts(self, source: str) -> bool:
+        """Return whether ``source`` is for this loader. Cheap: looks at names and first bytes, reads no weights."""
+        ...
+
+    def load(self, source: str, *, dtype: str = "auto") -> LoadedModel:
+        """Load on the calling thread.
+
+        ``dtype``: "float32", "bfloat16", "float16", "stored", or "auto" (stored on a GPU, float32 on the CPU).
+        """
+        ...

@@ -1,0 +1,170 @@
+"""Grouped decoding methods: how the rows of a group advance together. The core owns queueing and failures.
+
+Shapes: B running rows, W tokens of the widest row in a forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from oarlock.core.config import EngineConfig
+    from oarlock.core.contracts.layout import BatchCache
+    from oarlock.core.request import FinishReason, Logprob
+    from oarlock.core.row import Row
+
+
+class Draw(Protocol):
+    """Tokens sampled but not yet read. Reading it is the one host sync of a step."""
+
+    tokens: mx.array
+    """uint32 ``[B]``, fed to the next forward unread."""
+
+    def read(self) -> Sequence[Drawn]:
+        """Block until the tokens are there and return one `Drawn` per row."""
+        ...
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Make old line ``indices[i]`` the new line i."""
+        ...
+
+
+class Drawn(Protocol):
+    """One row's sampled token on the host."""
+
+    token: int
+    finite: bool
+    """False where the scores were NaN or all minus infinity: the row must fail."""
+    real: bool
+    """False for a placeholder: the row was not sampled in this step."""
+    error: BaseException | None
+    """What the sampler raised for this row alone, else None."""
+    logprob: Logprob | None
+
+
+class MethodHost(Protocol):
+    """What the core lends a method. Valid from ``open`` to ``close``."""
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The running rows; their order is that of the caches' rows. During ``keep`` it is still the old list."""
+        ...
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's frozen configuration."""
+        ...
+
+    def open_caches(self, *, slots: int = 1, window: int = 1) -> list[BatchCache]:
+        """Return one empty cache per layer of the bound model, as a plain list."""
+        ...
+
+    def forward(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
+        """Forward ``ids`` uint32 ``[B, W]`` and return logits ``[B, W, V]``; `settle` must follow.
+
+        ``widths[i]`` tokens of row i are real. An error while the graph is built leaves the caches as they were.
+        """
+        ...
+
+    def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
+        """Close the forward: row i keeps its first ``kept[i]`` tokens, on layers of every kind."""
+        ...
+
+    def sample(self, logits: mx.array, live: Sequence[bool]) -> Draw:
+        """Sample one token per running row from ``logits`` [B, V] and start its evaluation; no sync.
+
+        Rows that are not ``live`` get a placeholder, and their count of samples stays. A sampler that raises for the
+        batch is called again row by row; only the guilty row carries the error.
+        """
+        ...
+
+    def emit(self, row: Row, drawn: Drawn) -> bool:
+        """Account one sampled token and deliver it (limits, EOS, stop strings, consumer, cancellation).
+
+        Returns False when the row is over: by a reason, an error of its own, or a cancellation. Never raises.
+        """
+        ...
+
+    def finish(self, row: Row, reason: FinishReason) -> None:
+        """End a row without another token."""
+        ...
+
+    def retire(self) -> None:
+        """Drop the rows that are over. Calls the method's `keep`, then shrinks `rows`. Once, after a whole emission."""
+        ...
+
+
+class GroupedMethod(Protocol):
+    """Numerical state and order of one group. Not thread-safe: the driver alone calls it.
+
+    ``advance`` is restartable: when `MethodHost.forward` raises, the method is as it was before the call, since the
+    core removes the guilty row and calls again.
+    """
+
+    running_tokens: int
+    """Most target tokens that the next `advance` forwards."""
+
+    def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
+        """Add a prefilled row: flush first (which can empty the group), then adopt or merge its one-row ``caches``.
+
+        ``first`` is a sampled but unread first token, given only where the group is empty. All or nothing.
+        """
+        ...
+
+    def advance(self, work: Any = None) -> None:
+        """Do one iteration: build the next step from what is unread, then read and emit the previous one."""
+        ...
+
+    def flush(self) -> None:
+        """Read and emit what is unread; nothing is in flight afterwards."""
+        ...
+
+    def keep(self, indices: Sequence[int], discard: bool) -> None:
+        """Make old row ``indices[i]`` the new row i. ``discard``: what is dropped must not be published."""
+        ...
+
+    def abort(self) -> None:
+        """Drop everything in flight and all rows; the method stays open for new ones."""
+        ...
+
+    def caches(self) -> Sequence[BatchCache]:
+        """Return the target model's caches of the running rows (empty without rows)."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Called once, when another method takes over or the engine closes."""
+        ...
+
+
+class Method(Protocol):
+    """Registered by name; opens one `GroupedMethod` per group of compatible rows."""
+
+    name: str
+    options: type
+    """An attrs class: the method's options in the config file."""
+
+    def open(self, host: MethodHost, options: Any) -> GroupedMethod:
+        """Return a method without rows."""
+        ...
+
+
+class Proposer(Protocol):
+    """Drafts tokens for a speculative method."""
+
+    cost: float
+    """Measured seconds of one proposal per row."""
+
+    def propose(self, rows: Sequence[Row], depths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return up to ``depths[i]`` draft tokens for row i."""
+        ...
+
+    def commit(self, row: Row, accepted: int) -> None:
+        """Say how many of a row's last drafts were accepted."""
+        ...
+
+    def drop(self, rows: Iterable[Row]) -> None:
+        """Forget rows that are over."""
+        ...

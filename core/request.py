@@ -1,0 +1,272 @@
+"""What a caller asks for and what comes back: frozen records. Run state lives in `row.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from oarlock.core import errors
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token that `SamplingParams.logprobs` may ask for."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(ok: bool, name: str, got: object, allowed: str) -> None:
+    if not ok:
+        raise errors.InvalidParameter(name, got, allowed)
+
+
+def _frozen_mapping(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(value))
+
+
+def _bias(value: Mapping[Any, Any] | None) -> Mapping[int, float] | None:
+    """Return the bias with integer keys (JSON has string keys), refusing what is not a token id."""
+    if value is None:
+        return None
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        text = str(key)
+        if isinstance(key, bool) or not text.isdecimal():
+            raise errors.InvalidParameter("logit_bias key", key, "token ids, as integers or decimal strings")
+        _require(_number(amount), f"logit_bias[{text}]", amount, "finite numbers")
+        bias[int(text)] = float(amount)
+    return MappingProxyType(bias)
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How scores become a token.
+
+    Filters apply in this order: temperature, top_k, top_p, min_p; each keeps at least one token.
+    ``temperature`` 0 is greedy. ``seed`` None draws a fresh one, which `Usage.seed` reports. ``logprobs`` None
+    records nothing, 0 the chosen token's log-probability, n also the n best tokens; all of them come from the
+    model's own distribution, before temperature and filters. ``extra`` holds what plugins registered.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = attrs.field(default=None, converter=_bias)
+    logprobs: int | None = None
+    extra: Mapping[str, Any] = attrs.field(factory=dict, converter=_frozen_mapping)
+
+    def __attrs_post_init__(self) -> None:
+        if not (_number(self.temperature) and self.temperature >= 0):
+            raise errors.InvalidTemperature("temperature", self.temperature, "finite numbers >= 0 (0 is greedy)")
+        if not (_number(self.top_p) and 0 < self.top_p <= 1):
+            raise errors.InvalidTopP("top_p", self.top_p, "numbers in (0, 1]")
+        _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "whole numbers >= 0 (0 is off)")
+        _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "numbers in [0, 1]")
+        _require(
+            self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**64),
+            "seed",
+            self.seed,
+            "whole numbers from 0 to 2**64 - 1, or None",
+        )
+        _require(
+            _number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "numbers > 0 (1 is off)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(_number(getattr(self, name)), name, getattr(self, name), "finite numbers (0 is off)")
+        _require(
+            self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            self.logprobs,
+            f"whole numbers from 0 to {MAX_LOGPROBS}, or None",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """True where the token is the argmax and no draw is made."""
+        return self.temperature == 0
+
+
+def _tokens(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = tuple(value.tolist() if hasattr(value, "tolist") else value)
+    for position, token in enumerate(ids):
+        if not _whole(token):
+            raise errors.InvalidParameter(f"prompt_ids[{position}]", token, "whole numbers")
+    return ids
+
+
+def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    for text in texts:
+        _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
+    return texts
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = (value,) if isinstance(value, int) else tuple(value)
+    for token in ids:
+        _require(_whole(token) and token >= 0, "stop_token_ids", token, "token ids")
+    return ids
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """One generation. Exactly one of ``prompt_ids``, ``prompt`` and ``messages`` is given.
+
+    ``max_tokens`` None means up to the model's positions. ``stop`` strings end the text before themselves (or
+    after, with ``include_stop``); ``stop_token_ids`` end it like EOS, counted but not delivered. ``on_token`` is
+    called with a `TokenEvent` per delivered token; returning exactly False stops the row; raising rejects it alone.
+    ``namespace`` may be a callable: it is resolved at admission. ``priority``: higher goes first.
+    """
+
+    prompt_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tokens)
+    prompt: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    sampling: SamplingParams = attrs.field(factory=SamplingParams)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    ignore_eos: bool = False
+    on_token: Callable[[TokenEvent], Any] | None = attrs.field(default=None, eq=False)
+    on_admitted: Callable[[], Any] | None = attrs.field(default=None, eq=False)
+    trace: Any = attrs.field(default=None, eq=False)
+    prefill_chunk: int | None = None
+    inputs: Any = attrs.field(default=None, eq=False)
+    constraint: Mapping[str, Any] | None = None
+    method: str | None = None
+    adapter: str | None = None
+    namespace: str | Callable[[], str] = ""
+    session: str | None = None
+    reuse_prefix: bool = True
+    checkpoint_interval: int | None = None
+    priority: int = 0
+    id: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        given = [n for n in ("prompt_ids", "prompt", "messages") if getattr(self, n) is not None]
+        _require(len(given) == 1, "prompt", given, "exactly one of prompt_ids, prompt, messages")
+        if not (self.max_tokens is None or (_whole(self.max_tokens) and self.max_tokens >= 1)):
+            raise errors.InvalidMaxTokens("max_tokens", self.max_tokens, "whole numbers >= 1, or None")
+        _require(
+            _whole(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or math.inf),
+            "min_tokens",
+            self.min_tokens,
+            "whole numbers from 0 to max_tokens",
+        )
+        for name in ("prefill_chunk", "checkpoint_interval"):
+            value = getattr(self, name)
+            _require(value is None or (_whole(value) and value >= 1), name, value, "whole numbers >= 1, or None")
+        _require(_whole(self.priority), "priority", self.priority, "whole numbers")
+        _require(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "non-empty strings")
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> Request:
+        """Build a request from plain data, such as one line of JSON.
+
+        Sampling fields may stand at the top level beside the request's own. An unknown key raises
+        `errors.UnknownRequestKey` naming the nearest known one. Callables are not accepted: a request names no code.
+        """
+        own = {a.name for a in attrs.fields(cls)} - {"on_token", "on_admitted", "trace", "sampling", "inputs"}
+        sampling_names = {a.name for a in attrs.fields(SamplingParams)}
+        sampling = dict(fields.get("sampling") or {})
+        mine: dict[str, Any] = {}
+        for key, value in fields.items():
+            if key == "sampling":
+                continue
+            if key in sampling_names:
+                sampling[key] = value
+            elif key in own:
+                mine[key] = value
+            else:
+                raise errors.UnknownRequestKey(key, own | sampling_names | {"sampling"})
+        for key in sampling:
+            if key not in sampling_names:
+                raise errors.UnknownRequestKey(key, sampling_names)
+        return cls(**mine, sampling=SamplingParams(**sampling))
+
+
+@attrs.frozen(kw_only=True)
+class Logprob:
+    """The model's own log-probability of a delivered token, and of the ``top`` best as (token id, log-probability)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class TokenEvent:
+    """One delivered token, or the end of a stream.
+
+    ``index`` counts delivered tokens from 0. ``text`` is what became certain with this token: it never holds half
+    a character nor the beginning of a stop string, and may be empty. The last event of a stream carries
+    ``finish_reason`` and the text that was still held back; its ``token`` is None.
+    """
+
+    request_id: str
+    index: int
+    token: int | None
+    text: str = ""
+    logprob: Logprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """What a request cost. Milliseconds are wall time: ``prefill_ms`` from admission to the first token,
+    ``decode_ms`` from there to the end. ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run.
+    """
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    seed: int | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    """The outcome of a request that ended without an error. ``token_ids`` are the delivered tokens, EOS excluded."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[Logprob, ...] | None = None

@@ -1,0 +1,1 @@
+"""Built-in layouts, found through entry points like anyone's."""

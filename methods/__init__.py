@@ -1,0 +1,1 @@
+"""Built-in methods, found through entry points like anyone's."""

@@ -1,0 +1,1 @@
+"""Built-in plugins, found through entry points like anyone's."""

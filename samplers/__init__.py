@@ -1,0 +1,1 @@
+"""Built-in samplers, found through entry points like anyone's."""
