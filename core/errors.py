@@ -13,9 +13,9 @@ OarlockError
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
 ├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable
-├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue
+├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
 └── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
-                                            ApiMismatch, RequirementUnmet, RegistryFrozen
+                                            ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from collections.abc import Iterable
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the nearest known name, or ``""`` when none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    folded = {other.lower().replace("-", "_"): other for other in known}
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    return f" (did you mean {folded[close[0]]!r}?)" if close else ""
 
 
 class OarlockError(Exception):
@@ -292,6 +293,14 @@ class InvalidConfigValue(ConfigError):
         super().__init__(f"config {key} is {got!r}; allowed: {allowed}")
 
 
+class UnreadableConfig(ConfigError):
+    """A config file cannot be read, or is not TOML."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"cannot read config file {path!r}: {reason}")
+
+
 # --- plugins ----------------------------------------------------------------------------------------
 
 
@@ -323,6 +332,14 @@ class UnknownName(PluginError, LookupError):
         super().__init__(
             f"unknown {kind} {name!r}{did_you_mean(name, self.known)}; registered: {', '.join(self.known) or 'none'}"
         )
+
+
+class DisabledPlugin(PluginError, LookupError):
+    """A plugin that was asked for by name is installed, but blocked or off."""
+
+    def __init__(self, plugin: str, distribution: str, version: str, reason: str) -> None:
+        self.plugin, self.distribution, self.version, self.reason = plugin, distribution, version, reason
+        super().__init__(f"plugin {plugin!r} of {distribution} {version} is not loaded: {reason}")
 
 
 class UnknownHook(PluginError, AttributeError):

@@ -1,0 +1,338 @@
+"""The engine's one configuration: frozen, validated, from a TOML file, a mapping or keywords.
+
+It knows keys, types and ranges. Whether a name is registered, and whether a model can do it, is for bind to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import attrs
+
+from oarlock.core.errors import InvalidConfigValue, UnknownConfigKey, UnreadableConfig
+
+KINDS = ("full", "rotating", "recurrent", "chunked", "composite")
+"""The layer kinds that ``[layouts]`` may name: those of `contracts.layout.KINDS` (a test compares them)."""
+
+UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    # NOTE: what this version cannot do is refused, never ignored: key -> the values that work (): none may be given.
+    # Whoever builds the part deletes its line here.
+    {
+        "scheduler.stall_bound_ms": (0,),
+        "scheduler.compiled": ("auto", False),
+        "scheduler.mixed": ("auto", False),
+        "scheduler.mixed_token_budget": (),
+        "scheduler.kv_budget": (None,),
+        "scheduler.overcommit": (1.0,),
+        "state_cache.name": ("none",),
+        "state_cache.prefix_bytes": (),
+        "state_cache.publish_min_tokens": (),
+        "state_cache.disk": (),
+        "state_cache.disk_bytes": (),
+    }
+)
+
+Parse = Callable[[str, Any], Any]
+T = TypeVar("T")
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+
+
+def _rule(ok: Callable[[Any], bool], allowed: str, convert: Callable[[Any], Any] = lambda value: value) -> Parse:
+    def parse(key: str, value: Any) -> Any:
+        if not ok(value):
+            raise InvalidConfigValue(key, value, allowed)
+        return convert(value)
+
+    return parse
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(minimum: int) -> Parse:
+    return _rule(lambda value: type(value) is int and value >= minimum, f"whole numbers >= {minimum}")
+
+
+def _at_least(minimum: float) -> Parse:
+    return _rule(lambda value: _number(value) and value >= minimum, f"finite numbers >= {minimum:g}", float)
+
+
+def _one_of(*allowed: str) -> Parse:
+    return _rule(lambda value: isinstance(value, str) and value in allowed, ", ".join(map(repr, allowed)))
+
+
+_floor = _rule(lambda value: _number(value) and value >= 1, "numbers >= 1 (rounded down)", math.floor)
+_flag = _rule(lambda value: isinstance(value, bool), "true, false")
+_auto_flag = _rule(lambda value: isinstance(value, bool) or value == "auto", '"auto", true, false')
+_text = _rule(lambda value: isinstance(value, str), "strings")
+_name = _rule(lambda value: isinstance(value, str) and value.strip() != "", "non-empty strings")
+_list = _rule(lambda value: isinstance(value, list | tuple), "lists of strings", tuple)
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    return tuple(_name(f"{key}[{place}]", item) for place, item in enumerate(_list(key, value)))
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """Return a size in bytes: a whole number, or text such as ``"4GiB"``, ``"512 MiB"``, ``"1GB"`` (decimal)."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", value.strip().lower())
+        if match:
+            return int(float(match[1]) * _UNITS[match[2] or ""])
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise InvalidConfigValue(key, value, 'bytes as a whole number >= 0, or text like "512MiB", "4GiB", "1GB"')
+
+
+def parse_budget(key: str, value: Any) -> int | float | None:
+    """Return None for ``"none"``, a float in (0, 1] for ``"50%"`` of the memory, else bytes as `parse_bytes`."""
+    if value is None or value == "none":
+        return None
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value.strip())):
+        if 0 < float(match[1]) <= 100:
+            return float(match[1]) / 100
+    elif isinstance(value, int | str):
+        return parse_bytes(key, value)
+    raise InvalidConfigValue(key, value, '"none", bytes like "4GiB", or a share of the memory like "50%"')
+
+
+def _options(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(option, str) for option in value):
+        raise InvalidConfigValue(key, value, "tables of options")
+    return MappingProxyType(dict(value))
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """A plugin chosen by name, with its options. ``key`` is the place in the configuration, for messages."""
+
+    name: str
+    options: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}))
+    key: str = attrs.field(default="", eq=False)
+
+
+def _choice(key: str, value: Any) -> Choice:
+    if isinstance(value, Choice):
+        return value if value.key else attrs.evolve(value, key=key)
+    if isinstance(value, Mapping) and "name" in value:
+        options = _options(key, {option: given for option, given in value.items() if option != "name"})
+        return Choice(name=_name(f"{key}.name", value["name"]), options=options, key=key)
+    if isinstance(value, str) and value.strip():
+        return Choice(name=value, key=key)
+    raise InvalidConfigValue(key, value, 'a name, or a table with "name" and options')
+
+
+def _kinds(_: str, value: Any) -> Mapping[str, Choice]:
+    _check_keys("layouts", value, (*KINDS, "layers"))
+    return MappingProxyType({kind: _choice(f"layouts.{kind}", chosen) for kind, chosen in value.items()})
+
+
+def _layers(key: str, value: Any) -> Mapping[str, Choice]:
+    """Return one choice per layer path: a range ``"0-3"`` becomes four entries."""
+    layers: dict[str, Choice] = {}
+    for text, chosen in _options(key, value).items():
+        match = re.fullmatch(r"(\d+)(?:-(\d+)|\.(\d+))?", text)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or not first <= last < first + 10_000:
+            raise InvalidConfigValue(key, text, 'layers as "7", a range "0-3", or a part of a composite layer "7.1"')
+        for path in [text] if match[3] else map(str, range(first, last + 1)):
+            if path in layers:
+                raise InvalidConfigValue(key, text, f"each layer once; {layers[path].key} names layer {path} as well")
+            layers[path] = _choice(f"{key}.{text}", chosen)
+    return MappingProxyType(layers)
+
+
+def _setting(default: Any, parse: Parse) -> Any:
+    """Return a field whose values go through ``parse``, which is told the field's full key."""
+    return attrs.field(default=default, metadata={"parse": parse})
+
+
+def _parsed(section: str) -> Callable[[type, list[Any]], list[Any]]:
+    def transform(_: type, fields: list[Any]) -> list[Any]:
+        return [f.evolve(converter=functools.partial(f.metadata["parse"], f"{section}.{f.name}")) for f in fields]
+
+    return transform
+
+
+@attrs.frozen(kw_only=True, field_transformer=_parsed("model"))
+class ModelConfig:
+    """``[model]``: how weights are held. "auto" is "stored" on a GPU, float32 on the CPU where it fits."""
+
+    dtype: str = _setting("auto", _one_of("auto", "float32", "bfloat16", "float16", "stored"))
+
+
+@attrs.frozen(kw_only=True, field_transformer=_parsed("scheduler"))
+class SchedulerConfig:
+    """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes."""
+
+    max_batch: int = _setting(16, _floor)
+    max_queued: int = _setting(64, _whole(1))
+    policy: str = _setting("decode_first", _name)
+    stall_bound_ms: float = _setting(0, _at_least(0))
+    prefill_chunk: int = _setting(512, _whole(1))
+    prefill_batch_tokens: int = _setting(2048, _whole(1))
+    tail_split: bool = _setting(True, _flag)
+    early_first_token: bool = _setting(True, _flag)
+    pipeline: bool = _setting(True, _flag)
+    vectorised_sampling: bool = _setting(True, _flag)
+    compiled: bool | str = _setting("auto", _auto_flag)
+    mixed: bool | str = _setting("auto", _auto_flag)
+    mixed_token_budget: int = _setting(256, _whole(1))
+    kv_budget: int | float | None = _setting(None, parse_budget)
+    overcommit: float = _setting(1.0, _at_least(1.0))
+    max_recoveries: int = _setting(8, _whole(0))
+    verify: bool = _setting(True, _flag)
+
+    def __attrs_post_init__(self) -> None:
+        _refuse_unavailable("scheduler", self)
+
+
+@attrs.frozen(kw_only=True, field_transformer=_parsed("state_cache"))
+class StateCacheConfig:
+    """``[state_cache]``: what is kept of rows outside the running group."""
+
+    name: str = _setting("none", _name)
+    prefix_bytes: int = _setting("1GiB", parse_bytes)
+    publish_min_tokens: int = _setting(64, _whole(1))
+    disk: str = _setting("", _text)
+    disk_bytes: int = _setting("10GiB", parse_bytes)
+
+    def __attrs_post_init__(self) -> None:
+        _refuse_unavailable("state_cache", self)
+
+
+@attrs.frozen(kw_only=True, field_transformer=_parsed("layouts"))
+class LayoutsConfig:
+    """``[layouts]``: the layout by layer kind, and by layer path, which goes first. Unnamed kinds keep their own."""
+
+    kinds: Mapping[str, Choice] = _setting({}, _kinds)
+    layers: Mapping[str, Choice] = _setting({}, _layers)
+
+    def for_layer(self, path: str, kind: str) -> Choice | None:
+        """Return what the config names for this layer, or None."""
+        return self.layers.get(path) or self.kinds.get(kind)
+
+
+@attrs.frozen(kw_only=True, field_transformer=_parsed("method"))
+class MethodConfig:
+    """``[method]``: the decoding method; every other key of the section is an option of that method."""
+
+    name: str = _setting("plain", _name)
+    options: Mapping[str, Any] = _setting({}, _options)
+
+
+@attrs.frozen(kw_only=True, field_transformer=_parsed("plugins"))
+class PluginsConfig:
+    """``[plugins]``: names never loaded, names loaded though off by default, and PEP 508 requirements."""
+
+    disable: tuple[str, ...] = _setting((), _names)
+    enable: tuple[str, ...] = _setting((), _names)
+    require: tuple[str, ...] = _setting((), _names)
+
+    def __attrs_post_init__(self) -> None:
+        for name in set(self.disable) & set(self.enable):
+            raise InvalidConfigValue("plugins.enable", name, "names that plugins.disable does not hold as well")
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """Every setting of an engine, one attribute a section; unnamed keys keep the defaults of their section."""
+
+    model: ModelConfig = attrs.field(factory=ModelConfig)
+    scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
+    state_cache: StateCacheConfig = attrs.field(factory=StateCacheConfig)
+    layouts: LayoutsConfig = attrs.field(factory=LayoutsConfig)
+    method: MethodConfig = attrs.field(factory=MethodConfig)
+    plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
+
+    @classmethod
+    def load(cls, value: EngineConfig | Mapping[str, Any] | str | PathLike[str] | None = None) -> EngineConfig:
+        """Return the configuration of a TOML file, of a mapping shaped like one, or the defaults for None.
+
+        Raises `UnreadableConfig` for a file, `UnknownConfigKey` and `InvalidConfigValue` for what stands in it.
+        """
+        if value is None or isinstance(value, EngineConfig):
+            return value or cls()
+        if isinstance(value, str | PathLike):
+            value = _read(Path(value))
+        if not isinstance(value, Mapping):
+            raise InvalidConfigValue("(the whole)", value, "a path, a mapping, an EngineConfig or None")
+        return cls().updated(value)
+
+    def updated(self, changes: Mapping[str, Mapping[str, Any]]) -> EngineConfig:
+        """Return a copy with ``changes``, shaped like the file: ``{"scheduler": {"max_batch": 4}}``."""
+        _check_keys("", changes, [section.name for section in attrs.fields(EngineConfig)])
+        sections = {name: _change(name, getattr(self, name), given) for name, given in changes.items()}
+        return attrs.evolve(self, **sections)
+
+
+def _change(name: str, section: Any, given: Any) -> Any:
+    """Return ``section`` with the keys ``given`` in the shape of the file."""
+    given = _options(name, given)
+    if name == "method":
+        options = {key: value for key, value in given.items() if key != "name"}
+        return MethodConfig(name=given.get("name", section.name), options=options)
+    if name == "layouts":
+        kinds = {kind: choice for kind, choice in given.items() if kind != "layers"}
+        layers = _layers("layouts.layers", given.get("layers", {}))
+        return LayoutsConfig(kinds={**section.kinds, **kinds}, layers={**section.layers, **layers})
+    _check_keys(name, given, [field.name for field in attrs.fields(type(section))])
+    for key, value in given.items():
+        if UNAVAILABLE.get(f"{name}.{key}") == ():
+            _refuse(f"{name}.{key}", value, ())
+    return attrs.evolve(section, **given)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnreadableConfig(str(path), error.strerror or str(error)) from error
+    except ValueError as error:  # TOML and UTF-8 errors both are; they name line and column
+        raise UnreadableConfig(str(path), str(error)) from error
+
+
+def _check_keys(section: str, given: Any, known: Iterable[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise InvalidConfigValue(section or "(the whole)", given, "a table")
+    known = tuple(known)
+    for key in given:
+        if key not in known:
+            raise UnknownConfigKey(str(key), section, known)
+
+
+def _refuse(key: str, value: object, allowed: tuple[object, ...]) -> None:
+    shown = ", ".join("'none'" if item is None else repr(item) for item in allowed) or "leaving it out"
+    raise InvalidConfigValue(key, value, f"{shown}; anything else is not available in this version")
+
+
+def _refuse_unavailable(section: str, record: Any) -> None:
+    for field in attrs.fields(type(record)):
+        key, value = f"{section}.{field.name}", getattr(record, field.name)
+        allowed = UNAVAILABLE.get(key)
+        if allowed is not None and value not in (*allowed, field.converter(field.default)):
+            _refuse(key, value, allowed)
+
+
+def parse_options(options: type[T], given: Mapping[str, Any], section: str) -> T:
+    """Build a plugin's attrs class ``options`` from ``given``; ``section`` names the place in the configuration.
+
+    An unknown key raises `UnknownConfigKey`, a value that the class refuses `InvalidConfigValue`.
+    """
+    _check_keys(section, given, [field.alias for field in attrs.fields(options)])  # type: ignore[arg-type]
+    try:
+        return options(**given)
+    except (TypeError, ValueError) as error:
+        raise InvalidConfigValue(section, dict(given), str(error)) from error
