@@ -1,6 +1,17 @@
 """Public names that need no mlx: what a caller builds requests with and what a plugin marks its hooks with."""
 
 from oarlock.core.errors import OarlockError
+from oarlock.core.hookspecs import hookimpl
 from oarlock.core.request import FinishReason, Logprob, Request, Result, SamplingParams, TokenEvent, Usage
 
-__all__ = ["FinishReason", "Logprob", "OarlockError", "Request", "Result", "SamplingParams", "TokenEvent", "Usage"]
+__all__ = [
+    "FinishReason",
+    "Logprob",
+    "OarlockError",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "TokenEvent",
+    "Usage",
+    "hookimpl",
+]

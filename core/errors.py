@@ -15,7 +15,7 @@ OarlockError
 ├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable
 ├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
 └── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
-                                            ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin
+                                            ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin, InvalidPlugin
 """
 
 from __future__ import annotations
@@ -322,6 +322,14 @@ class DuplicateName(PluginError, ValueError):
     def __init__(self, kind: str, name: str, first: str, second: str) -> None:
         self.kind, self.name, self.first, self.second = kind, name, first, second
         super().__init__(f"{kind} {name!r} is registered twice: by {first} and by {second}; disable one of them")
+
+
+class InvalidPlugin(PluginError, TypeError):
+    """A plugin registered something that is not what its kind needs, or is no plugin at all."""
+
+    def __init__(self, owner: str, kind: str, got: object, allowed: str) -> None:
+        self.owner, self.kind, self.got, self.allowed = owner, kind, got, allowed
+        super().__init__(f"{owner}: {kind} is {got!r}; allowed: {allowed}")
 
 
 class UnknownName(PluginError, LookupError):
