@@ -6,7 +6,6 @@ It knows keys, types and ranges. Whether a name is registered, and whether a mod
 from __future__ import annotations
 
 import functools
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,13 +16,14 @@ from typing import Any, TypeVar
 
 import attrs
 
+from oarlock.core import values
 from oarlock.core.errors import InvalidConfigValue, UnknownConfigKey, UnreadableConfig
 
 KINDS = ("full", "rotating", "recurrent", "chunked", "composite")
 """The layer kinds that ``[layouts]`` may name: those of `contracts.layout.KINDS` (a test compares them)."""
 
 UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    # NOTE: what this version cannot do is refused, never ignored: key -> the values that work (): none may be given.
+    # NOTE: what this version cannot do is refused, never ignored: key -> the values that work; () allows none.
     # Whoever builds the part deletes its line here.
     {
         "scheduler.stall_bound_ms": (0,),
@@ -40,72 +40,7 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 
-Parse = Callable[[str, Any], Any]
 T = TypeVar("T")
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
-
-
-def _rule(ok: Callable[[Any], bool], allowed: str, convert: Callable[[Any], Any] = lambda value: value) -> Parse:
-    def parse(key: str, value: Any) -> Any:
-        if not ok(value):
-            raise InvalidConfigValue(key, value, allowed)
-        return convert(value)
-
-    return parse
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(minimum: int) -> Parse:
-    return _rule(lambda value: type(value) is int and value >= minimum, f"whole numbers >= {minimum}")
-
-
-def _at_least(minimum: float) -> Parse:
-    return _rule(lambda value: _number(value) and value >= minimum, f"finite numbers >= {minimum:g}", float)
-
-
-def _one_of(*allowed: str) -> Parse:
-    return _rule(lambda value: isinstance(value, str) and value in allowed, ", ".join(map(repr, allowed)))
-
-
-_floor = _rule(lambda value: _number(value) and value >= 1, "numbers >= 1 (rounded down)", math.floor)
-_flag = _rule(lambda value: isinstance(value, bool), "true, false")
-_auto_flag = _rule(lambda value: isinstance(value, bool) or value == "auto", '"auto", true, false')
-_text = _rule(lambda value: isinstance(value, str), "strings")
-_name = _rule(lambda value: isinstance(value, str) and value.strip() != "", "non-empty strings")
-_list = _rule(lambda value: isinstance(value, list | tuple), "lists of strings", tuple)
-
-
-def _names(key: str, value: Any) -> tuple[str, ...]:
-    return tuple(_name(f"{key}[{place}]", item) for place, item in enumerate(_list(key, value)))
-
-
-def parse_bytes(key: str, value: Any) -> int:
-    """Return a size in bytes: a whole number, or text such as ``"4GiB"``, ``"512 MiB"``, ``"1GB"`` (decimal)."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", value.strip().lower())
-        if match:
-            return int(float(match[1]) * _UNITS[match[2] or ""])
-    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise InvalidConfigValue(key, value, 'bytes as a whole number >= 0, or text like "512MiB", "4GiB", "1GB"')
-
-
-def parse_budget(key: str, value: Any) -> int | float | None:
-    """Return None for ``"none"``, a float in (0, 1] for ``"50%"`` of the memory, else bytes as `parse_bytes`."""
-    if value is None or value == "none":
-        return None
-    if isinstance(value, float) and 0 < value <= 1:
-        return value
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value.strip())):
-        if 0 < float(match[1]) <= 100:
-            return float(match[1]) / 100
-    elif isinstance(value, int | str):
-        return parse_bytes(key, value)
-    raise InvalidConfigValue(key, value, '"none", bytes like "4GiB", or a share of the memory like "50%"')
 
 
 def _options(key: str, value: Any) -> Mapping[str, Any]:
@@ -128,7 +63,7 @@ def _choice(key: str, value: Any) -> Choice:
         return value if value.key else attrs.evolve(value, key=key)
     if isinstance(value, Mapping) and "name" in value:
         options = _options(key, {option: given for option, given in value.items() if option != "name"})
-        return Choice(name=_name(f"{key}.name", value["name"]), options=options, key=key)
+        return Choice(name=values.name(f"{key}.name", value["name"]), options=options, key=key)
     if isinstance(value, str) and value.strip():
         return Choice(name=value, key=key)
     raise InvalidConfigValue(key, value, 'a name, or a table with "name" and options')
@@ -154,7 +89,7 @@ def _layers(key: str, value: Any) -> Mapping[str, Choice]:
     return MappingProxyType(layers)
 
 
-def _setting(default: Any, parse: Parse) -> Any:
+def _setting(default: Any, parse: values.Parse) -> Any:
     """Return a field whose values go through ``parse``, which is told the field's full key."""
     return attrs.field(default=default, metadata={"parse": parse})
 
@@ -170,30 +105,30 @@ def _parsed(section: str) -> Callable[[type, list[Any]], list[Any]]:
 class ModelConfig:
     """``[model]``: how weights are held. "auto" is "stored" on a GPU, float32 on the CPU where it fits."""
 
-    dtype: str = _setting("auto", _one_of("auto", "float32", "bfloat16", "float16", "stored"))
+    dtype: str = _setting("auto", values.one_of("auto", "float32", "bfloat16", "float16", "stored"))
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("scheduler"))
 class SchedulerConfig:
     """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes."""
 
-    max_batch: int = _setting(16, _floor)
-    max_queued: int = _setting(64, _whole(1))
-    policy: str = _setting("decode_first", _name)
-    stall_bound_ms: float = _setting(0, _at_least(0))
-    prefill_chunk: int = _setting(512, _whole(1))
-    prefill_batch_tokens: int = _setting(2048, _whole(1))
-    tail_split: bool = _setting(True, _flag)
-    early_first_token: bool = _setting(True, _flag)
-    pipeline: bool = _setting(True, _flag)
-    vectorised_sampling: bool = _setting(True, _flag)
-    compiled: bool | str = _setting("auto", _auto_flag)
-    mixed: bool | str = _setting("auto", _auto_flag)
-    mixed_token_budget: int = _setting(256, _whole(1))
-    kv_budget: int | float | None = _setting(None, parse_budget)
-    overcommit: float = _setting(1.0, _at_least(1.0))
-    max_recoveries: int = _setting(8, _whole(0))
-    verify: bool = _setting(True, _flag)
+    max_batch: int = _setting(16, values.floor)
+    max_queued: int = _setting(64, values.whole(1))
+    policy: str = _setting("decode_first", values.name)
+    stall_bound_ms: float = _setting(0, values.at_least(0))
+    prefill_chunk: int = _setting(512, values.whole(1))
+    prefill_batch_tokens: int = _setting(2048, values.whole(1))
+    tail_split: bool = _setting(True, values.flag)
+    early_first_token: bool = _setting(True, values.flag)
+    pipeline: bool = _setting(True, values.flag)
+    vectorised_sampling: bool = _setting(True, values.flag)
+    compiled: bool | str = _setting("auto", values.auto_flag)
+    mixed: bool | str = _setting("auto", values.auto_flag)
+    mixed_token_budget: int = _setting(256, values.whole(1))
+    kv_budget: int | float | None = _setting(None, values.parse_budget)
+    overcommit: float = _setting(1.0, values.at_least(1.0))
+    max_recoveries: int = _setting(8, values.whole(0))
+    verify: bool = _setting(True, values.flag)
 
     def __attrs_post_init__(self) -> None:
         _refuse_unavailable("scheduler", self)
@@ -203,11 +138,11 @@ class SchedulerConfig:
 class StateCacheConfig:
     """``[state_cache]``: what is kept of rows outside the running group."""
 
-    name: str = _setting("none", _name)
-    prefix_bytes: int = _setting("1GiB", parse_bytes)
-    publish_min_tokens: int = _setting(64, _whole(1))
-    disk: str = _setting("", _text)
-    disk_bytes: int = _setting("10GiB", parse_bytes)
+    name: str = _setting("none", values.name)
+    prefix_bytes: int = _setting("1GiB", values.parse_bytes)
+    publish_min_tokens: int = _setting(64, values.whole(1))
+    disk: str = _setting("", values.text)
+    disk_bytes: int = _setting("10GiB", values.parse_bytes)
 
     def __attrs_post_init__(self) -> None:
         _refuse_unavailable("state_cache", self)
@@ -229,7 +164,7 @@ class LayoutsConfig:
 class MethodConfig:
     """``[method]``: the decoding method; every other key of the section is an option of that method."""
 
-    name: str = _setting("plain", _name)
+    name: str = _setting("plain", values.name)
     options: Mapping[str, Any] = _setting({}, _options)
 
 
@@ -237,9 +172,9 @@ class MethodConfig:
 class PluginsConfig:
     """``[plugins]``: names never loaded, names loaded though off by default, and PEP 508 requirements."""
 
-    disable: tuple[str, ...] = _setting((), _names)
-    enable: tuple[str, ...] = _setting((), _names)
-    require: tuple[str, ...] = _setting((), _names)
+    disable: tuple[str, ...] = _setting((), values.names)
+    enable: tuple[str, ...] = _setting((), values.names)
+    require: tuple[str, ...] = _setting((), values.names)
 
     def __attrs_post_init__(self) -> None:
         for name in set(self.disable) & set(self.enable):
