@@ -9,9 +9,9 @@ ORDER = (
     {"errors", "request"},
     {"row", "contracts", "config", "text", "values"},
     {"hookspecs", "registry"},
-    {"manager", "observe"},
+    {"manager", "loading", "observe"},
     {"planner", "admission", "scheduler"},
-    {"prefill", "recovery", "group", "forward", "sampling"},
+    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication"},
     {"layers", "bind", "attention", "probe"},
     {"engine"},
     {"aio"},
@@ -94,12 +94,13 @@ def _refused_inside_core(source, module, bank, typing_only):
 
 def offences(sources):
     modules = {source.module for source in sources}
-    return [
-        f"{source.at(node)}  <- {reason}"
+    found = {
+        f"{source.at(node)}  <- {reason}": None  # an ordered set: one import of three names offends once
         for source in sources
         for node, module, typing_only in imports(source, modules)
         if (reason := refusal(source, module, typing_only))
-    ]
+    }
+    return list(found)
 
 
 def test_imports_go_one_way(sources):

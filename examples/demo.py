@@ -1,0 +1,148 @@
+"""Eight chat prompts through SmolLM2-135M-Instruct, at most four rows at a time: watch rows join and leave.
+
+Run it with ``make demo``. On a terminal the answers grow side by side; elsewhere one line tells each event.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import mean
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from oarlock.core import OarlockError, Request
+from oarlock.core.engine import Engine
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in one sentence.",
+    "Name three rivers in Europe.",
+    "Write a short poem about the sea.",
+    "What is 7 times 8?",
+    "Give me one tip for sleeping better.",
+    "Translate 'good morning' into Spanish.",
+    "What do bees make?",
+)
+MAX_BATCH = 4
+MAX_TOKENS = 64
+CHART = 48  # characters of the picture at the end
+
+
+@dataclass(eq=False)
+class Line:
+    """One request as the demo shows it. Times are seconds since the first submit."""
+
+    name: str
+    question: str
+    clock: float
+    joined: float | None = None
+    first: float | None = None
+    left: float | None = None
+    tokens: int = 0
+    answer: str = ""
+
+    def join(self) -> None:
+        self.joined = time.perf_counter() - self.clock
+
+    @property
+    def state(self) -> str:
+        if self.joined is None:
+            return "waits"
+        if self.first is None:
+            return "reads"
+        return "writes" if self.left is None else "done"
+
+    def chart(self, total: float) -> str:
+        """Draw the request's life: '.' waiting, 'o' reading the prompt, '#' writing."""
+        marks = [(self.joined, "."), (self.first, "o"), (self.left, "#")]
+        drawn = ""
+        for until, mark in marks:
+            drawn += mark * (round(CHART * (until or total) / total) - len(drawn))
+        return drawn.ljust(CHART)
+
+
+def shorten(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def picture(lines: list[Line]) -> Group:
+    """The live view: a table with the tail of each answer."""
+    table = Table(expand=True)
+    for title, width in (("", 2), ("question", 30), ("", 6), ("tokens", 6)):
+        table.add_column(title, width=width, no_wrap=True)
+    table.add_column("answer", ratio=1, no_wrap=True)
+    colour = {"waits": "dim", "reads": "yellow", "writes": "green", "done": ""}
+    for line in lines:
+        cells = (line.name, line.question, line.state, str(line.tokens), " ".join(line.answer.split())[-60:])
+        table.add_row(*(Text(cell, style=colour[line.state]) for cell in cells))
+    rows = sum(line.state in {"reads", "writes"} for line in lines)
+    return Group(table, Text(f"{rows} of at most {MAX_BATCH} rows in the batch"))
+
+
+def follow(engine: Engine, lines: list[Line], requests: list[Request], console: Console) -> None:
+    """Stream all requests and keep the lines up to date."""
+    by_name = {line.name: line for line in lines}
+    live = Live(console=console, refresh_per_second=8, get_renderable=lambda: picture(lines))
+    told: set[str] = set()
+    with live if console.is_terminal else nullcontext():
+        for event in engine.stream(requests):
+            line, now = by_name[event.request_id], time.perf_counter() - by_name[event.request_id].clock
+            line.first = line.first or now
+            line.answer += event.text
+            line.tokens += event.token is not None
+            if event.finish_reason is not None:
+                line.left = now
+            if console.is_terminal:
+                continue
+            rows = sum(other.state in {"reads", "writes"} for other in lines)
+            if line.name not in told:
+                told.add(line.name)
+                console.print(f"{now:6.1f} s  {rows} rows  + {line.name} {line.question}", markup=False)
+            if line.left is not None:
+                answer = shorten(line.answer, 150)
+                console.print(f"{now:6.1f} s  {rows} rows  - {line.name} {answer}", markup=False, soft_wrap=True)
+
+
+def main() -> None:
+    console = Console()
+    console.print("Loading SmolLM2-135M-Instruct ...")
+    with Engine.load("smollm2", config={"scheduler": {"max_batch": MAX_BATCH}}) as engine:
+        start = time.perf_counter()
+        lines = [Line(str(number), question, start) for number, question in enumerate(QUESTIONS, 1)]
+        requests = [
+            Request(
+                id=line.name,
+                messages=[{"role": "user", "content": line.question}],
+                max_tokens=MAX_TOKENS,
+                on_admitted=line.join,
+            )
+            for line in lines
+        ]
+        follow(engine, lines, requests, console)
+        total = time.perf_counter() - start
+    console.print(f"\n{total:.1f} s from left to right: . waits  o reads its prompt  # writes")
+    for line in lines:
+        console.print(
+            f"{line.name} {shorten(line.question, 28):28} |{line.chart(total)}|", markup=False, soft_wrap=True
+        )
+    tokens = sum(line.tokens for line in lines)
+    wait = mean(line.first or total for line in lines)
+    console.print(
+        f"{len(lines)} requests, {tokens} tokens, {tokens / total:.1f} tokens per second, "
+        f"mean time to first token {wait * 1000:.0f} ms",
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OarlockError as error:
+        sys.exit(str(error))
