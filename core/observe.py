@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -71,19 +72,23 @@ class Observers:
         return bool(self._hooks[hook])
 
     def notify(self, hook: str, /, **facts: Any) -> None:
-        """Call every implementation of ``hook``. One that raises is logged once per plugin and hook, and passed over."""
+        """Call every implementation of ``hook``; one that raises is logged, once a plugin and hook, and passed over."""
         for observer in self._hooks[hook]:
             try:
                 observer.function(*[facts[name] for name in observer.arguments])
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit of an observer must not end the engine either
+            except BaseException as error:  # noqa: BLE001 - SystemExit of an observer must not end the engine either
                 self._failed(observer.plugin, hook, error)
 
     def _failed(self, plugin: str, hook: str, error: BaseException) -> None:
-        if (plugin, hook) not in self._logged:
-            self._logged.add((plugin, hook))
-            log.error("observer_failed", plugin=plugin, hook=hook, error=repr(error), exc_info=error)
+        if (plugin, hook) in self._logged:
+            return
+        self._logged.add((plugin, hook))
+        # One line and no locals: a renderer that shows them would evaluate arrays of the step.
+        *_, last = traceback.extract_tb(error.__traceback__)
+        text = traceback.format_exception_only(error)[-1].strip()
+        log.error("observer_failed", plugin=plugin, hook=hook, error=text, at=f"{last.filename}:{last.lineno}")
 
 
 def _observers(manager: pluggy.PluginManager, hook: str) -> tuple[_Observer, ...]:

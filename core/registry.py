@@ -126,17 +126,18 @@ class Registries:
                 return registry
         raise UnknownName("kind of plugin", kind, [registry.kind for registry in self])
 
+    def check_all(self, items: Mapping[str, Iterable[Any]], owner: str) -> None:
+        """Raise what adding ``items``, by kind, would, and change nothing."""
+        fresh = Registries()  # they may also clash with each other
+        for kind, item in ((kind, item) for kind, some in items.items() for item in some):
+            self.of(kind).check(item, owner)
+            fresh.of(kind).add(item, owner)
+
     def add_all(self, items: Mapping[str, Iterable[Any]], owner: str) -> None:
         """Register ``items`` by kind, all or none."""
-        # Validate all, then mutate: a plugin that is refused leaves no trace.
-        fresh = Registries()
-        for kind, some in items.items():
-            for item in some:
-                self.of(kind).check(item, owner)
-                fresh.of(kind).add(item, owner)
-        for kind, some in items.items():
-            for item in some:
-                self.of(kind).add(item, owner)
+        self.check_all(items, owner)  # validate all, then mutate
+        for kind, item in ((kind, item) for kind, some in items.items() for item in some):
+            self.of(kind).add(item, owner)
 
     def freeze(self) -> None:
         """Freeze every registry."""
