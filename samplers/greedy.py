@@ -1,0 +1,68 @@
+"""Greedy: the most probable token. It draws nothing, so keys are not read.
+
+The score is the logit minus the line's log-sum-exp, rounded to the logits' dtype, and the lowest id wins ties: also
+those which the rounding makes. This is what mlx-lm's serial generation compares, so equal logits give equal tokens.
+Arguments that a greedy row does not need (ARG002) are the contract's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from oarlock.core import hookimpl
+
+if TYPE_CHECKING:
+    from oarlock.core.contracts.sampler import Sampler
+    from oarlock.core.request import SamplingParams
+
+OARLOCK_API = 1
+
+
+class GreedyRows:
+    """Rows without parameters: nothing to keep."""
+
+    def density(self, logits: mx.array, rows: mx.array | None = None) -> mx.array:  # noqa: ARG002
+        """Return float32 ``[R, V]``: 0 at the line's token and minus infinity elsewhere."""
+        tokens = _argmax(logits)  # (R,)
+        ids = mx.arange(logits.shape[-1], dtype=mx.uint32)  # (V,)
+        return mx.where(ids == tokens[:, None], mx.array(0.0), mx.array(-mx.inf))  # (R, V)
+
+    def draw(self, density: mx.array, keys: mx.array) -> mx.array:  # noqa: ARG002
+        """Return the most probable token of each line, uint32 ``[R]``."""
+        return mx.argmax(density, axis=-1)
+
+    def sample(self, logits: mx.array, keys: mx.array, rows: mx.array | None = None) -> mx.array:  # noqa: ARG002
+        """Return the most probable token of each line, uint32 ``[R]``."""
+        return _argmax(logits)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Do nothing: greedy rows are all alike."""
+
+
+class Greedy:
+    """The sampler ``greedy``."""
+
+    name = "greedy"
+    is_argmax_invariant = True
+
+    def handles(self, params: SamplingParams) -> bool:
+        """Return whether the temperature is 0."""
+        return params.greedy
+
+    def open(self, params: Sequence[SamplingParams]) -> GreedyRows:  # noqa: ARG002
+        """Return rows for ``params``, of which nothing is needed."""
+        return GreedyRows()
+
+
+def _argmax(logits: mx.array) -> mx.array:
+    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)  # (R, V)
+    return mx.argmax(scores, axis=-1)  # (R,)
+
+
+@hookimpl
+def register_samplers(register: Callable[[Sampler], None]) -> None:
+    """Register ``greedy``."""
+    register(Greedy())
