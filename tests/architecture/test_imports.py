@@ -9,10 +9,10 @@ ORDER = (
     {"errors", "request"},
     {"row", "contracts", "config", "text", "values"},
     {"hookspecs", "registry"},
-    {"manager", "loading", "observe"},
+    {"manager", "discovery", "observe"},
     {"planner", "admission", "scheduler"},
-    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication"},
-    {"layers", "bind", "attention", "probe"},
+    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "residency"},
+    {"layers", "bind", "attention", "probe", "intake", "driver"},
     {"engine"},
     {"aio"},
 )

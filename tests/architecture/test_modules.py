@@ -70,17 +70,22 @@ def test_the_core_imports_without_any_extra(run_python):
     run_python(code)
 
 
+def defines(node):
+    """Say whether a statement of a module's top level only gives a name to something."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)  # a docstring
+    if isinstance(node, ast.If):
+        test = ast.unparse(node.test)
+        return "TYPE_CHECKING" in test or "__name__" in test
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return all(isinstance(name, ast.Name) for t in targets for name in getattr(t, "elts", [t]))
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
 def import_time_work(source):
     """Yield statements of a module's top level that do more than define."""
-    for node in source.tree.body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        define = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        typing_block = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        names = isinstance(node, ast.Assign | ast.AnnAssign) and all(isinstance(t, ast.Name) for t in targets)
-        program = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        if not (docstring or isinstance(node, define) or typing_block or names or program):
-            yield f"{source.at(node)}  <- work at import time"
+    return [f"{source.at(node)}  <- work at import time" for node in source.tree.body if not defines(node)]
 
 
 def environment_reads(source):
@@ -116,7 +121,15 @@ def test_the_library_reads_no_environment_variable(sources):
 )
 def test_import_time_work_is_found(plant, text):
     """The walk's twin."""
-    assert list(import_time_work(plant("core/a.py", text)))
+    assert import_time_work(plant("core/a.py", text))
+
+
+@pytest.mark.parametrize(
+    "text", ['"""What it is."""', "A, B = 1, 2", "log = get_logger(__name__)", "if TYPE_CHECKING:\n    import a"]
+)
+def test_a_definition_is_no_work(plant, text):
+    """The walk refuses no more than it should."""
+    assert not import_time_work(plant("core/a.py", text))
 
 
 @pytest.mark.parametrize("text", ["os.environ['A']", "os.getenv('A')", "from os import environ"])
