@@ -32,9 +32,7 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "scheduler.mixed_token_budget": (),
         "scheduler.kv_budget": (None,),
         "scheduler.overcommit": (1.0,),
-        "state_cache.name": ("none",),
         "state_cache.prefix_bytes": (),
-        "state_cache.publish_min_tokens": (),
         "state_cache.disk": (),
         "state_cache.disk_bytes": (),
     }

@@ -48,20 +48,21 @@ class Positions(tuple[int, ...]):
     One object serves every layer of one forward, so each array is made once, not once a layer.
     """
 
+    equal: bool
+    """True where all rows stand at one position: the serial graph applies."""
+    longest: int
+    """The largest count, 0 without rows."""
     _array: Any
     _columns: dict[int, Any]
 
     def __new__(cls, counts: Iterable[int]) -> Positions:
         """Freeze ``counts`` (host integers, one a row)."""
         self = super().__new__(cls, counts)
+        self.longest = max(self, default=0)
+        self.equal = not self or min(self) == self.longest
         self._array = None
         self._columns = {}
         return self
-
-    @property
-    def equal(self) -> bool:
-        """True where all rows stand at one position: the serial graph applies."""
-        return all(count == self[0] for count in self)
 
     @property
     def array(self) -> mx.array:

@@ -1,0 +1,192 @@
+"""Model + config + plugins -> BoundModel: chosen once, frozen. It runs nothing but the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from oarlock.core import layers as reading
+from oarlock.core.config import EngineConfig, parse_options
+from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo
+from oarlock.core.contracts.method import GroupedMethod, MethodHost
+from oarlock.core.contracts.policy import Policy
+from oarlock.core.contracts.sampler import Sampler
+from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.errors import LayoutRefused, UnsupportedLayer
+from oarlock.core.manager import PluginSet
+from oarlock.core.probe import probe
+from oarlock.core.publication import NullStateCache
+
+
+@attrs.frozen(kw_only=True)
+class BoundLayer:
+    """One layer and the layout that holds it, with the reason of the choice."""
+
+    info: LayerInfo
+    layout: CacheLayout
+    options: Any
+    reason: str
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class BoundModel:
+    """A composition: fixed for the life of an engine.
+
+    ``vocabulary`` is the rows of the embedding (token ids stay below it), ``positions`` the most tokens of a
+    sequence or None, ``honours_lengths`` whether recurrent layers mind per-row widths.
+    """
+
+    model: Any
+    model_type: str
+    identity: str
+    config: EngineConfig
+    plugins: PluginSet
+    layers: tuple[BoundLayer, ...]
+    samplers: tuple[Sampler, ...]
+    policy: Policy
+    method: str
+    method_reason: str
+    vocabulary: int
+    positions: int | None
+    honours_lengths: bool = False
+
+    def open_caches(self, *, slots: int, window: int) -> list[BatchCache]:
+        """Return one cache per layer, without rows, as the plain list that models expect."""
+        return [
+            layer.layout.open(layer.info, layer.options, slots=slots, window=window) for layer in self.layers
+        ]
+
+    def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
+        """Open a registered method for a group; only the engine's own has options."""
+        method = self.plugins.resolve("method", name)
+        given = self.config.method.options if name == self.config.method.name else {}
+        return method.open(host, parse_options(method.options, given, "method"))  # type: ignore[no-any-return]
+
+    def open_state_cache(self) -> StateCache:
+        """Open the configured state cache, or the one that keeps nothing."""
+        settings = self.config.state_cache
+        if settings.name == NullStateCache.name:
+            return NullStateCache()
+        return self.plugins.resolve("state_cache", settings.name).open(self)  # type: ignore[no-any-return]
+
+    def bytes_at(self, tokens: int) -> int:
+        """Return the bytes of one row's caches at ``tokens``."""
+        return sum(layer.layout.bytes_at(layer.info, layer.options, tokens) for layer in self.layers)
+
+    def explain(self) -> list[dict[str, str]]:
+        """Return the composition line by line: what was chosen where, and why."""
+        lines = [
+            {"part": f"layer {layer.info.path}", "kind": layer.info.kind, "choice": layer.layout.name,
+             "detail": _geometry(layer.info), "reason": layer.reason}
+            for layer in self.layers
+        ]
+        settings = self.config.scheduler
+        lines += [
+            {"part": "method", "kind": "", "choice": self.method, "detail": "", "reason": self.method_reason},
+            {"part": "samplers", "kind": "", "choice": ", ".join(s.name for s in self.samplers), "detail": "",
+             "reason": "all that are registered; a row takes the first that handles it"},
+            {"part": "policy", "kind": "", "choice": self.policy.name, "detail": "", "reason": "config scheduler.policy"},
+            {"part": "prefill", "kind": "", "choice": f"chunks of {settings.prefill_chunk}",
+             "detail": "tail split" if settings.tail_split else "no tail split", "reason": "config scheduler"},
+            {"part": "state cache", "kind": "", "choice": self.config.state_cache.name, "detail": "",
+             "reason": "config state_cache.name"},
+        ]
+        return lines
+
+
+def bind(
+    model: Any,
+    config: EngineConfig,
+    plugins: PluginSet,
+    *,
+    model_type: str = "",
+    identity: str = "",
+    positions: int | None = None,
+) -> BoundModel:
+    """Compose ``model`` with what the config and the plugins choose, then freeze the registries.
+
+    Raises `errors.UnsupportedLayer`, `errors.LayoutRefused`, `errors.ModelNotBatchable`, or what resolving a name
+    raises, before any request is taken.
+    """
+    facts = reading.read(model)
+    known = {info.path for layer in facts.layers for info in (layer, *layer.parts)}
+    for path in config.layouts.layers:
+        if path not in known:
+            raise LayoutRefused(config.layouts.layers[path].name, path, f"the model has {len(facts.layers)} layers")
+    method, method_reason = _choose_method(model, config, plugins)
+    bound = BoundModel(
+        model=model,
+        model_type=model_type or getattr(model, "model_type", type(model).__module__.rpartition(".")[2]),
+        identity=identity,
+        config=config,
+        plugins=plugins,
+        layers=tuple(_bind_layer(info, model, config, plugins) for info in facts.layers),
+        samplers=tuple(plugins.registries.samplers),
+        policy=plugins.resolve("policy", config.scheduler.policy),
+        method=method,
+        method_reason=method_reason,
+        vocabulary=facts.vocabulary,
+        positions=positions,
+    )
+    reading.evaluate(model)
+    plugins.registries.freeze()
+    if config.scheduler.verify:
+        probe(bound)
+    return bound
+
+
+def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:
+    """Return the method's name and why: the config's unless a plugin answers for the default."""
+    default = type(config.method)().name
+    if config.method.name == default and not config.method.options:
+        chosen = plugins.manager.hook.choose_method(model=model, config=config)
+        if chosen is not None:
+            plugins.resolve("method", chosen)
+            return chosen, "hook choose_method"
+    plugins.resolve("method", config.method.name)
+    return config.method.name, "config method.name"
+
+
+def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: PluginSet) -> BoundLayer:
+    """Choose one layer's layout: the config's for the layer, for its kind, a plugin's answer, the kind's own."""
+    choice = config.layouts.for_layer(info.path, info.kind)
+    options: Any = {}
+    if choice is not None:
+        name, options, section = choice.name, choice.options, choice.key
+        reason = f"config {choice.key}"
+    else:
+        section = f"layouts.{info.kind}"
+        answer = plugins.manager.hook.choose_layout(layer=info, model=model)
+        name, reason = (answer, "hook choose_layout") if answer is not None else _own(info, plugins)
+    layout = plugins.resolve("layout", name)
+    if info.kind not in layout.kinds:
+        raise LayoutRefused(name, info.path, f"it holds {', '.join(sorted(layout.kinds))}, the layer is {info.kind}")
+    parsed = parse_options(layout.options, options, section)
+    refusal = layout.refuses(info, parsed)
+    if refusal is not None:
+        raise LayoutRefused(name, info.path, refusal)
+    return BoundLayer(info=info, layout=layout, options=parsed, reason=reason)
+
+
+def _own(info: LayerInfo, plugins: PluginSet) -> tuple[str, str]:
+    """Return the layout that bears the kind's name, else the first that holds the kind."""
+    registry = plugins.registries.layouts
+    if info.kind in registry:
+        return info.kind, f"the own layout of kind {info.kind}"
+    for layout in registry:
+        if info.kind in layout.kinds:
+            return layout.name, f"the first layout that holds kind {info.kind}"
+    raise UnsupportedLayer(info.path, info.kind, "no registered layout holds this kind of layer")
+
+
+def _geometry(info: LayerInfo) -> str:
+    """Return heads, head sizes and limits in one phrase."""
+    if info.parts:
+        return "; ".join(f"{part.path}: {part.kind} {_geometry(part)}".strip() for part in info.parts)
+    facts: Sequence[tuple[str, object]] = (
+        ("heads", info.kv_heads), ("key size", info.key_dim), ("value size", info.value_dim),
+        ("window", info.window), ("keep", info.keep), ("chunk", info.chunk), ("slots", info.slots),
+    )
+    return ", ".join(f"{name} {value}" for name, value in facts if value)

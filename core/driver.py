@@ -1,0 +1,277 @@
+"""What there is to do, and how to do one unit of each: the scheduler's hands. It orders nothing itself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from oarlock.core.admission import AdmissionQueue, GroupKey, compatible
+from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.emission import Emitter
+from oarlock.core.errors import EngineClosed
+from oarlock.core.group import ExecutionGroup
+from oarlock.core.observe import Observers
+from oarlock.core.prefill import PrefillCohort
+from oarlock.core.request import FinishReason
+from oarlock.core.residency import Residency
+from oarlock.core.row import Row
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+Task = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
+
+
+class Driver:
+    """Queue, preparation, running group, tasks, lock and residency of one engine.
+
+    Implements `core.scheduler.Work`. ``mutex`` guards what other threads touch: queue, tasks, flags. Everything else
+    belongs to the driving thread.
+    """
+
+    def __init__(
+        self,
+        bound: BoundModel,
+        store: StateCache,
+        observers: Observers,
+        clock: Callable[[], float],
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.mutex = threading.Condition()
+        self.closed = False
+        self.held = False
+        self.bound = bound
+        self.emitter = Emitter(observers, clock)
+        self.group = ExecutionGroup(bound, store, self.emitter, store.release)
+        self.queue = AdmissionQueue(bound.config.scheduler.max_queued)
+        self._store = store
+        self._observers = observers
+        self._clock = clock
+        self._lock = lock
+        self._residency = Residency(bound.model)
+        self._work = contextlib.ExitStack()
+        self._acquired = False
+        self._tasks: deque[Task] = deque()
+        self._preparation: PrefillCohort | None = None
+        self._key: GroupKey | None = None
+        self._leave_adapter: Callable[[], None] | None = None
+        self._adapter = ""
+
+    # --- counts and flags ----------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Running rows."""
+        return len(self.group.rows)
+
+    @property
+    def preparing(self) -> bool:
+        """Whether a preparation exists."""
+        return self._preparation is not None
+
+    @property
+    def preparing_rows(self) -> int:
+        """Rows of the preparation."""
+        return len(self._preparation.rows) if self._preparation is not None else 0
+
+    @property
+    def preparing_ids(self) -> tuple[str, ...]:
+        """Ids of the preparation's rows."""
+        return tuple(row.id for row in self._preparation.rows) if self._preparation is not None else ()
+
+    @property
+    def preparing_tokens(self) -> int:
+        """Prompt tokens of the preparation's rows."""
+        return self._preparation.token_weight if self._preparation is not None else 0
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the preparation takes more rows."""
+        return self._preparation is not None and self._preparation.accepts
+
+    @property
+    def published(self) -> bool:
+        """Whether the last preparation advance delivered a token."""
+        return self._published
+
+    _published = False
+
+    @property
+    def queued(self) -> int:
+        """Waiting rows."""
+        return len(self.queue)
+
+    @property
+    def head_tokens(self) -> int:
+        """Prompt tokens of the head."""
+        with self.mutex:
+            head = self.queue.head()
+        return head.prompt_tokens if head is not None else 0
+
+    @property
+    def groups(self) -> bool:
+        """Whether the head can join what runs and prepares now."""
+        with self.mutex:
+            head = self.queue.head()
+        return head is not None and self._compatible(head) and self._store.fits(head)
+
+    @property
+    def tasks(self) -> int:
+        """Waiting tasks."""
+        return len(self._tasks)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an iteration would find something to do."""
+        return bool(self.active or self.preparing or (not self.held and (self.queued or self.tasks)))
+
+    # --- one unit of work ------------------------------------------------------------------------------------
+
+    def prune(self) -> None:
+        """Drop cancelled rows from anywhere in the queue."""
+        with self.mutex:
+            removed = self.queue.prune(lambda row: row.cancelled)
+        for row in removed:
+            row.reason = FinishReason.CANCELLED
+            self.conclude(row)
+
+    def acquire(self) -> None:
+        """Reserve residency, then take the lock."""
+        if self._acquired:
+            return
+        self._acquired = True
+        self._work.enter_context(self._residency)
+        if self._lock is not None:
+            self._work.enter_context(self._lock)
+
+    def release(self) -> None:
+        """Leave the adapter, give the lock and residency back; all are attempted."""
+        if not self._acquired:
+            return
+        self._acquired = False
+        try:
+            self._switch_adapter("")
+        finally:
+            work, self._work = self._work, contextlib.ExitStack()
+            work.close()
+
+    def add_task(self, task: Callable[[], Any], settle: Callable[[Any, BaseException | None], None]) -> None:
+        """Queue a task for the next boundary; ``settle`` gets its value or its error, once."""
+        with self.mutex:
+            if self.closed:
+                raise EngineClosed
+            self._tasks.append((task, settle))
+            self.mutex.notify_all()
+
+    def run_task(self) -> None:
+        """Run one task; its error is its caller's."""
+        with self.mutex:
+            task, settle = self._tasks.popleft()
+        try:
+            value = task()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+            settle(None, error)
+        else:
+            settle(value, None)
+
+    def admit(self) -> bool:
+        """Admit the head; False where it must wait. An error rejects that row and counts as done."""
+        with self.mutex:
+            row = self.queue.head()
+        if row is None or not self._compatible(row):
+            return False
+        try:
+            if not self._store.admit(row):
+                return False
+        except Exception as error:  # noqa: BLE001 - it can never be admitted
+            self._remove_head(row)
+            return self._refuse(row, error)
+        self._remove_head(row)
+        try:
+            self._enter(row)
+        except Exception as error:  # noqa: BLE001 - this row only
+            return self._refuse(row, error)
+        return True
+
+    def prepare(self) -> None:
+        """Advance the preparation once and drop it when it is empty."""
+        assert self._preparation is not None
+        finished = self._preparation.advance()
+        self._published = self._preparation.published
+        if finished:
+            self._preparation = None
+
+    def decode(self) -> None:
+        """Advance the running rows once."""
+        self.group.advance()
+
+    def conclude(self, row: Row) -> None:
+        """Settle a row that is over and give its lease back."""
+        self.emitter.conclude(row)
+        self._store.release(row, row.error is None and row.reason is not FinishReason.CANCELLED)
+
+    def fail_all(self, error: BaseException, *, queued: bool) -> None:
+        """Reject everything that is owned with ``error``, then release every resource; all are attempted."""
+        with self.mutex:
+            waiting = self.queue.prune(lambda _: True) if queued else []
+            tasks, self._tasks = (list(self._tasks), deque()) if queued else ([], self._tasks)
+        for _, settle in tasks:
+            settle(None, error)
+        preparation, self._preparation = self._preparation, None
+        with contextlib.ExitStack() as everything:
+            everything.callback(self.release)
+            everything.callback(self.group.close_method)
+            for row in waiting:
+                row.error = error
+                everything.callback(self.conclude, row)
+            if preparation is not None:
+                everything.callback(preparation.fail, error)
+            everything.callback(self.group.fail, error)
+
+    # --- admission -------------------------------------------------------------------------------------------
+
+    def _compatible(self, row: Row) -> bool:
+        return compatible(row.key, self._key if self.active or self.preparing else None)
+
+    def _remove_head(self, row: Row) -> None:
+        with self.mutex:
+            self.queue.prune(lambda other: other is row)
+
+    def _refuse(self, row: Row, error: BaseException) -> bool:
+        row.error = error
+        self.conclude(row)
+        return True
+
+    def _enter(self, row: Row) -> None:
+        """Take a row out of the queue's hands: namespace, adapter, method, preparation, in this order."""
+        request = row.request
+        row.namespace = request.namespace() if callable(request.namespace) else request.namespace
+        self._switch_adapter(row.key.adapter)
+        if request.on_admitted is not None:
+            request.on_admitted()
+        row.admitted_at = self._clock()
+        self._observers.notify("request_admitted", request=request)
+        self.group.use_method(row.key.method)
+        self._key = row.key
+        if self._preparation is None:
+            cohort = PrefillCohort(self.group, self._store, self._clock, self.conclude)
+            cohort.admit(row)
+            self._preparation = cohort
+        else:
+            self._preparation.admit(row)
+
+    def _switch_adapter(self, name: str) -> None:
+        """Leave the entered adapter and enter ``name``; if that raises, none is entered."""
+        if name == self._adapter:
+            return
+        leave, self._leave_adapter, self._adapter = self._leave_adapter, None, ""
+        if leave is not None:
+            leave()
+        if name:
+            adapter = self.bound.plugins.resolve("adapter", name)
+            self._leave_adapter = adapter.enter(self.bound.model)
+            self._adapter = name

@@ -1,0 +1,107 @@
+"""Emission of one token: the only place where tokens leave the engine. It moves no row and touches no cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import attrs
+
+from oarlock.core.contracts.method import Drawn
+from oarlock.core.errors import NonFiniteLogits, RowError
+from oarlock.core.observe import Observers
+from oarlock.core.request import FinishReason, TokenEvent
+from oarlock.core.row import Row
+
+
+@attrs.define
+class Emitter:
+    """Accounts tokens and delivers them, in the order that SPEC states; settles rows that are over."""
+
+    observers: Observers
+    clock: Callable[[], float]
+    delivered: int = 0
+
+    def emit(self, row: Row, drawn: Drawn) -> bool:
+        """Account one sampled token; False when the row is over. Never raises."""
+        if row.over:
+            return False
+        if drawn.error is not None:
+            return self._poison(row, drawn.error)
+        if row.cancelled:
+            return self.finish(row, FinishReason.CANCELLED)
+        if not drawn.finite:
+            return self._poison(row, NonFiniteLogits(row.id, row.prompt_tokens + row.generated - 1))
+        row.generated += 1  # before anything is delivered: EOS and the stopping token count
+        if row.generated == 1:
+            self._first(row)
+        if drawn.token in row.stop_ids:
+            return self.finish(row, FinishReason.STOP)
+        try:
+            stopped = self._deliver(row, drawn)
+        except Exception as error:  # noqa: BLE001 - a consumer may raise anything; it costs its own row
+            return self._poison(row, error)
+        if stopped:
+            return self.finish(row, FinishReason.STOP)
+        if row.generated >= row.max_tokens:
+            return self.finish(row, FinishReason.LENGTH)
+        row.current = drawn.token
+        return True
+
+    def finish(self, row: Row, reason: FinishReason) -> bool:
+        """End a row with a reason; always False."""
+        row.reason = row.reason or reason
+        return False
+
+    def conclude(self, row: Row) -> None:
+        """Settle a row that is over: its result or error, its last event, the observers. Once."""
+        now = self.clock()
+        if row.error is not None:
+            if row.settle(row.error):
+                self.observers.notify("request_failed", request=row.request, error=row.error)
+                row.done.set()
+                row.publish_end(row.error)
+            return
+        assert row.reason is not None
+        tail = row.text.finish() if row.text is not None and row.outcome is None else ""
+        if row.settle(row.result(now)):
+            event = TokenEvent(
+                request_id=row.id, index=len(row.token_ids), token=None, text=tail, finish_reason=row.reason
+            )
+            self.observers.notify("request_finished", request=row.request, reason=row.reason, usage=row.usage(now))
+            row.publish(event)
+            row.done.set()
+            row.publish_end(None)
+
+    def _first(self, row: Row) -> None:
+        row.first_token_at = self.clock()
+        elapsed = row.first_token_at - row.submitted_at
+        self.observers.notify("request_first_token", request=row.request, elapsed=elapsed)
+
+    def _deliver(self, row: Row, drawn: Drawn) -> bool:
+        """Hand the token to its consumers; True where it ends the row."""
+        row.token_ids.append(drawn.token)
+        if drawn.logprob is not None:
+            row.logprobs.append(drawn.logprob)
+        text = row.text.push(drawn.token) if row.text is not None else ""
+        event = TokenEvent(
+            request_id=row.id,
+            index=len(row.token_ids) - 1,
+            token=drawn.token,
+            text=text,
+            logprob=drawn.logprob,
+        )
+        self.delivered += 1
+        row.publish(event)
+        answer = row.request.on_token(event) if row.request.on_token is not None else None
+        if inspect.isawaitable(answer):
+            if inspect.iscoroutine(answer):
+                answer.close()
+            raise RowError(row.id, "on_token returned an awaitable; use AsyncEngine for coroutine callbacks")
+        return answer is False or (row.text is not None and row.text.stopped is not None)
+
+    def _poison(self, row: Row, error: BaseException) -> bool:
+        """Reject one row; its state is never stored."""
+        row.error = row.error or error
+        row.merged = row.fed_tainted = True
+        return False

@@ -1,0 +1,331 @@
+"""Engine: submit, stream, generate, step, close. One thread drives it; the order of work is the scheduler's."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import mlx.core as mx
+
+from oarlock.core import manager
+from oarlock.core.bind import BoundModel, bind
+from oarlock.core.config import EngineConfig
+from oarlock.core.contracts.loader import Tokenizer
+from oarlock.core.driver import Driver
+from oarlock.core.errors import EngineClosed, WrongThread
+from oarlock.core.handle import Handle
+from oarlock.core.intake import admit_request
+from oarlock.core.models import load_model
+from oarlock.core.observe import Observers, StepRecord
+from oarlock.core.request import Request, Result, TokenEvent
+from oarlock.core.scheduler import Scheduler, Turn
+
+Config = EngineConfig | Mapping[str, Any] | str | PathLike[str] | None
+
+
+class Engine:
+    """A model bound to layouts, a method and samplers, and the rows that run on it.
+
+    ``submit``, ``cancel``, ``stats``, ``hold`` and ``release`` are legal from any thread; the first thread that steps
+    drives it from then on, since MLX arrays belong to threads. ``lock`` is an exclusive lock shared with other users
+    of the device: it is held from the first admission until the engine is idle.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        config: Config = None,
+        plugins: Sequence[Any] = (),
+        lock: AbstractContextManager[Any] | None = None,
+        positions: int | None = None,
+        identity: str = "",
+    ) -> None:
+        """Bind ``model``, an mlx-lm model with its weights in place. Raises what `bind.bind` raises."""
+        settings = EngineConfig.load(config)
+        found = manager.build(settings, plugins=plugins)
+        self._start(model, tokenizer, settings, found, lock, positions=positions, identity=identity)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | PathLike[str],
+        *,
+        config: Config = None,
+        plugins: Sequence[Any] = (),
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> Engine:
+        """Load a model by path or name through the registered loaders, then bind it. Raises `errors.LoadError`."""
+        settings = EngineConfig.load(config)
+        found = manager.build(settings, plugins=plugins)
+        loaded = load_model(str(source), settings, found)
+        self = cls.__new__(cls)
+        self._start(
+            loaded.model,
+            loaded.tokenizer,
+            settings,
+            found,
+            lock,
+            positions=loaded.positions,
+            identity=loaded.identity,
+            model_type=loaded.model_type,
+        )
+        return self
+
+    def _start(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None,
+        settings: EngineConfig,
+        found: manager.PluginSet,
+        lock: AbstractContextManager[Any] | None,
+        **facts: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.bound: BoundModel = bind(model, settings, found, **facts)
+        self._observers = Observers(found.manager)
+        self._store = self.bound.open_state_cache()
+        self._driver = Driver(self.bound, self._store, self._observers, time.monotonic, lock)
+        scheduler = settings.scheduler
+        self._scheduler = Scheduler(
+            policy=self.bound.policy,
+            max_batch=scheduler.max_batch,
+            prefill_batch_tokens=scheduler.prefill_batch_tokens,
+            early_first_token=scheduler.early_first_token,
+            clock=time.monotonic,
+        )
+        self._owner: threading.Thread | None = None
+        self._names = itertools.count(1)
+        self._steps = itertools.count()
+        self._observers.notify("model_bound", plan=self.bound)
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        events: Callable[[TokenEvent], None] | None = None,
+        ended: Callable[[BaseException | None], None] | None = None,
+    ) -> Handle:
+        """Queue a request and return its handle. Nothing is queued when it raises.
+
+        ``events`` gets every `TokenEvent` on the driving thread, ``ended`` the error or None once the outcome stands.
+        """
+        if self._driver.closed:
+            raise EngineClosed
+        row = admit_request(request, self.bound, self.tokenizer, f"request-{next(self._names)}")
+        row.events, row.ended, row.submitted_at = events, ended, time.monotonic()
+        with self._driver.mutex:
+            if self._driver.closed:
+                raise EngineClosed
+            self._driver.queue.push(row)
+            self._driver.mutex.notify_all()
+        return Handle(self, row)
+
+    def generate(self, requests: Sequence[Request], *, return_errors: bool = False) -> list[Any]:
+        """Run requests to their end and return their results in the order given.
+
+        More of them than the queue takes are submitted as it empties. The first failed row's error is raised after
+        all are done; with ``return_errors`` the exception stands in the result's place.
+        """
+        handles: list[Handle] = []
+        waiting = deque(requests)
+        while waiting or not all(handle.done for handle in handles):
+            self._feed(waiting, handles)
+            self._advance()
+        outcomes = [handle.outcome for handle in handles]
+        if not return_errors:
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        return outcomes
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        """Run requests and yield their events as they come; each ends with one that has a finish reason.
+
+        A failed row raises its error after the other rows' events; leaving the iterator cancels what still runs.
+        """
+        events: deque[TokenEvent] = deque()
+        handles: list[Handle] = []
+        waiting = deque(requests)
+        try:
+            while waiting or not all(handle.done for handle in handles):
+                self._feed(waiting, handles, events.append)
+                self._advance()
+                while events:
+                    yield events.popleft()
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    handle.cancel()
+            while not all(handle.done for handle in handles) and not self._driver.closed:
+                self._advance()
+        for handle in handles:
+            handle.result()
+
+    # --- driving ---------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Do one iteration on this thread and return whether anything is left to do.
+
+        An error of the driver itself rejects every row and is raised; the engine stays usable.
+        """
+        self._claim()
+        driver = self._driver
+        before = time.perf_counter()
+        driver.group.start_record()
+        joined, left, index = driver.group.joined, driver.group.left, next(self._steps)
+        try:
+            turn = self._scheduler.iterate(driver)
+        except BaseException as error:
+            driver.fail_all(error, queued=True)
+            raise
+        if turn is Turn.CLOSED:
+            driver.fail_all(EngineClosed(), queued=True)
+        elif turn is Turn.YIELDED and self._observers.wants("step_finished"):
+            self._record(index, before, joined, left)
+        return driver.busy
+
+    def wake(self) -> None:
+        """Wake whoever waits for work."""
+        with self._driver.mutex:
+            self._driver.mutex.notify_all()
+
+    kick = wake
+
+    def hold(self) -> None:
+        """Admit nothing more: what runs and prepares is finished, then the engine is idle until `release`."""
+        self._driver.held = True
+
+    def release(self) -> None:
+        """End a hold."""
+        self._driver.held = False
+        self.wake()
+
+    def run_at_boundary(self, task: Callable[[], Any]) -> Callable[[float | None], Any]:
+        """Run ``task`` on the driving thread between steps, one per iteration, under the lock, not while held.
+
+        Returns a function that waits for the task's value (seconds, or None) and raises its error.
+        """
+        done = threading.Event()
+        outcome: list[Any] = [None, None]
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            outcome[:] = [value, error]
+            done.set()
+
+        self._driver.add_task(task, settle)
+
+        def wait(timeout: float | None = None) -> Any:
+            self.wait(done, timeout)
+            if outcome[1] is not None:
+                raise outcome[1]
+            return outcome[0]
+
+        return wait
+
+    def stats(self) -> dict[str, Any]:
+        """Return gauges and counters: rows, KV bytes, recoveries, and the state cache's own."""
+        driver = self._driver
+        return {
+            "active_rows": driver.active,
+            "pending_rows": driver.queued + driver.preparing_rows,
+            "preparing_rows": driver.preparing_rows,
+            "kv_bytes": driver.group.kv_bytes,
+            "delivered_tokens": driver.emitter.delivered,
+            "recoveries": driver.group.recovery.recoveries,
+            "retries": driver.group.recovery.retries,
+            "preemptions": 0,
+            "state_cache": dict(self._store.stats()),
+        }
+
+    def close(self) -> None:
+        """Reject what is left with `errors.EngineClosed` and release everything. Idempotent; legal from any thread.
+
+        Where another thread drives, it does so at its next step; with no driver, or on it, at once.
+        """
+        with self._driver.mutex:
+            already, self._driver.closed = self._driver.closed, True
+            self._driver.mutex.notify_all()
+        mine = self._owner in (None, threading.current_thread()) or not self._owner.is_alive()
+        if not already and mine:
+            self._driver.fail_all(EngineClosed(), queued=True)
+            mx.clear_cache()
+
+    def __enter__(self) -> Engine:
+        """Return the engine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # --- inside ----------------------------------------------------------------------------------------------
+
+    def wait(self, done: threading.Event, timeout: float | None) -> None:
+        """Wait for ``done``, stepping the engine where this thread drives it. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not done.is_set():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                msg = f"not done after {timeout} s"
+                raise TimeoutError(msg)
+            if self._owner not in (None, threading.current_thread()):
+                done.wait(left)
+            else:
+                self._advance(left)
+
+    def _advance(self, timeout: float | None = None) -> None:
+        """Step; where nothing can be done, sleep until another thread changes that."""
+        if not self.step():
+            with self._driver.mutex:
+                if not self._driver.busy and self._driver.queued:  # held: only a release can help
+                    self._driver.mutex.wait(timeout)
+
+    def _feed(
+        self, waiting: deque[Request], handles: list[Handle], events: Callable[[TokenEvent], None] | None = None
+    ) -> None:
+        """Submit as many as the queue takes without turning one away."""
+        limit = self.bound.config.scheduler.max_queued
+        while waiting and self._driver.queued < limit:
+            handles.append(self.submit(waiting[0], events=events))
+            waiting.popleft()
+
+    def _claim(self) -> None:
+        """Make this thread the driver, or raise `errors.WrongThread`. A thread that has ended drives no more."""
+        me = threading.current_thread()
+        if self._owner is None or not self._owner.is_alive():
+            self._owner = me
+        elif self._owner is not me:
+            raise WrongThread(self._owner.name, me.name)
+
+    def _record(self, index: int, before: float, joined: int, left: int) -> None:
+        group = self._driver.group
+        prefills = [done for done in group.forwards if done.prefill]
+        decodes = [done for done in group.forwards if not done.prefill]
+        times = group.times
+        record = StepRecord(
+            index=index,
+            phase="prefill+decode" if prefills and decodes else "prefill" if prefills else "decode",
+            decode_ids=decodes[-1].ids if decodes else (),
+            prefill_ids=tuple(dict.fromkeys(name for done in prefills for name in done.ids)),
+            prefill_tokens=sum(len(done.ids) * done.width for done in prefills),
+            joined=group.joined - joined,
+            left=group.left - left,
+            build_ms=1e3 * times.build,
+            read_ms=1e3 * times.read,
+            emit_ms=1e3 * times.emit,
+            total_ms=1e3 * (time.perf_counter() - before),
+        )
+        self._observers.notify("step_finished", step=record)

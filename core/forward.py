@@ -1,0 +1,66 @@
+"""One forward over all rows, and how it is closed. It decides nothing about which rows run or what they sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from oarlock.core.contracts.layout import BatchCache, Positions
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+
+class ForwardFailed(Exception):
+    """Internal: a forward raised while it was built; the caches were put back. Carries its inputs for a retry."""
+
+    def __init__(
+        self, cause: Exception, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]
+    ) -> None:
+        super().__init__(str(cause))
+        self.cause, self.caches, self.ids, self.widths = cause, caches, ids, widths
+
+
+def forward(bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
+    """Forward ``ids`` uint32 ``[B, W]`` and return logits ``[B, W, V]``; `settle` must follow.
+
+    Row i has ``widths[i]`` real tokens; what stands behind them is padding. Nothing is evaluated here.
+    Raises `ForwardFailed` with the caches as they were before.
+    """
+    starts = Positions(caches[0].tokens)
+    try:
+        for cache in caches:
+            cache.begin(widths, starts)
+        logits: mx.array = bound.model(ids, cache=list(caches))
+    except Exception as cause:
+        nothing = [0] * len(starts)
+        for cache in caches:
+            cache.commit(nothing)
+        raise ForwardFailed(cause, caches, ids, widths) from cause
+    return logits
+
+
+def settle(
+    bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]
+) -> None:
+    """Close a forward so that row i holds ``kept[i]`` of its tokens on every layer.
+
+    Layers that cannot rewind (recurrent) drop a row that was cut in the middle; its accepted tokens are then
+    forwarded again: once for models that honour ``lengths``, else once per distinct count.
+    """
+    if list(kept) == list(widths) or all(cache.rewinds for cache in caches):
+        for cache in caches:
+            cache.commit(kept)
+        return
+    whole = [n if n == width else 0 for n, width in zip(kept, widths, strict=True)]
+    for cache in caches:
+        cache.commit(whole)
+    left = [n - done for n, done in zip(kept, whole, strict=True)]
+    counts = [left] if bound.honours_lengths else [[n if n == count else 0 for n in left] for count in {*left} - {0}]
+    for again in counts:
+        if any(again):
+            forward(bound, caches, ids[:, : max(again)], again)
+            for cache in caches:
+                cache.commit(again)

@@ -1,0 +1,222 @@
+"""The rows that decode together, and what a method is lent. It queues nothing and prefills nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core import forward as forwards
+from oarlock.core.config import EngineConfig
+from oarlock.core.contracts.layout import BatchCache
+from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
+from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.emission import Emitter
+from oarlock.core.publication import publish
+from oarlock.core.recovery import Recovery
+from oarlock.core.request import FinishReason
+from oarlock.core.row import Row
+from oarlock.core.sampling import SamplerGroup, Times
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+CLEAR_EVERY = 256
+"""Decode advances between two clearings of the allocator's pool."""
+
+
+@attrs.frozen
+class Forwarded:
+    """One forward: whose rows, how wide, and for which side."""
+
+    ids: tuple[str, ...]
+    width: int
+    prefill: bool = attrs.field(kw_only=True)
+
+
+def compacted(survivors: Sequence[int], total: int) -> list[int]:
+    """Return the order after a leave: the last rows move into the holes, everyone else stays in place."""
+    alive = set(survivors)
+    movers = [i for i in survivors if i >= len(survivors)]
+    return [i if i in alive else movers.pop() for i in range(len(survivors))] if total else []
+
+
+class ExecutionGroup:
+    """Running rows of one compatibility key, their method, and the step that advances them.
+
+    Implements `contracts.method.MethodHost`.
+    """
+
+    def __init__(
+        self, bound: BoundModel, store: StateCache, emitter: Emitter, released: Callable[[Row, bool], None]
+    ) -> None:
+        self.bound = bound
+        self.emitter = emitter
+        self.recovery = Recovery(bound)
+        self.joined = 0
+        self.left = 0
+        self.forwards: list[Forwarded] = []
+        """Every forward since `start_record`."""
+        self.times = Times()
+        self._store = store
+        self._released = released
+        self._rows: list[Row] = []
+        self._method: GroupedMethod | None = None
+        self._method_name = ""
+        self._samplers = SamplerGroup(bound.samplers, bound.config.scheduler.vectorised_sampling)
+        self._advances = 0
+        self._publishing = True
+
+    # --- what a method is lent ---------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The running rows, in the order of the caches."""
+        return self._rows
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration."""
+        return self.bound.config
+
+    def open_caches(self, *, slots: int = 1, window: int = 1) -> list[BatchCache]:
+        """Return one empty cache per layer."""
+        return self.bound.open_caches(slots=slots, window=window)
+
+    def forward(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
+        """Forward and count it; see `core.forward.forward`."""
+        before = time.perf_counter()
+        logits = forwards.forward(self.bound, caches, ids, widths)
+        self.times.build += time.perf_counter() - before
+        self.forwards.append(Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False))
+        return logits
+
+    def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
+        """Close a forward; see `core.forward.settle`."""
+        forwards.settle(self.bound, caches, ids, widths, kept)
+
+    def sample(self, logits: mx.array, live: Sequence[bool]) -> Draw:
+        """Sample one token per running row and count it for the live ones."""
+        before = time.perf_counter()
+        self._samplers.set_rows(self._rows)
+        draw = self._samplers.draw(logits, live, self.times)
+        self.times.build += time.perf_counter() - before
+        for row, real in zip(self._rows, draw.real, strict=True):
+            row.sampled += real
+        return draw
+
+    def emit(self, row: Row, drawn: Drawn) -> bool:
+        """Deliver one token; False when the row is over."""
+        before = time.perf_counter()
+        goes_on = self.emitter.emit(row, drawn)
+        if not goes_on:
+            self._conclude(row)
+        self.times.emit += time.perf_counter() - before
+        return goes_on
+
+    def finish(self, row: Row, reason: FinishReason) -> None:
+        """End a row without another token."""
+        self.emitter.finish(row, reason)
+        self._conclude(row)
+
+    def retire(self) -> None:
+        """Publish and drop the rows that are over: after all were emitted, before anything moves."""
+        survivors = [i for i, row in enumerate(self._rows) if not row.over]
+        gone = len(self._rows) - len(survivors)
+        if not gone or self._method is None:
+            return
+        for place, row in enumerate(self._rows):
+            if row.over and row.reason not in (None, FinishReason.CANCELLED):
+                self._publish(place, row)
+        indices = compacted(survivors, len(self._rows))
+        self._method.keep(indices, discard=False)
+        self._rows = [self._rows[i] for i in indices]
+        self.left += gone
+
+    # --- what the driver asks ------------------------------------------------------------------------------
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for the running rows."""
+        return sum(cache.nbytes for cache in self._method.caches()) if self._method is not None else 0
+
+    def start_record(self) -> None:
+        """Forget the forwards and times of the step before."""
+        self.forwards.clear()
+        self.times = Times()
+
+    def use_method(self, name: str) -> None:
+        """Open ``name`` unless it is open; the group is empty when it changes."""
+        if self._method is not None and self._method_name == name:
+            return
+        self.close_method()
+        self._method = self.bound.open_method(name, self)
+        self._method_name = name
+
+    def close_method(self) -> None:
+        """Release the method, once."""
+        method, self._method, self._method_name = self._method, None, ""
+        if method is not None:
+            method.close()
+
+    def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
+        """Add a prefilled row. A failing flush is the group's; a failing merge the joiner's, and raises."""
+        assert self._method is not None
+        self.flush()
+        self._method.join(row, caches, first)
+        self._rows.append(row)
+        self.joined += 1
+
+    def flush(self) -> None:
+        """Read and emit what is in flight; an error fails the running rows."""
+        if self._method is None or not self._rows:
+            return
+        try:
+            self._method.flush()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the group's
+            self.fail(error)
+
+    def advance(self) -> None:
+        """Advance every running row once. Never raises: an error costs the guilty rows, or all running ones."""
+        assert self._method is not None
+        self._advances += 1
+        if self._advances % CLEAR_EVERY == 1:
+            self._store.boundary()
+        try:
+            self.recovery.run(self._method.advance, lambda: self._rows, self._reject)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self.fail(error)
+        if self._advances % CLEAR_EVERY == 0:
+            mx.clear_cache()
+
+    def fail(self, error: BaseException) -> None:
+        """Reject every running row with ``error``; nothing of theirs is stored."""
+        rows, self._rows = self._rows, []
+        self.left += len(rows)
+        for row in rows:
+            row.error = row.error or (None if row.reason else error)
+            self._conclude(row)
+        if self._method is not None:
+            self._method.abort()
+
+    def _reject(self, guilty: dict[int, Exception]) -> None:
+        """Reject rows by place and drop them."""
+        for place, error in guilty.items():
+            row = self._rows[place]
+            row.error, row.fed_tainted = error, True
+            self._conclude(row)
+        self.retire()
+
+    def _publish(self, place: int, row: Row) -> None:
+        assert self._method is not None
+        minimum = self.config.state_cache.publish_min_tokens
+        if row.merged and row.prompt_tokens < minimum and row.request.session is None:
+            return
+        publish(self._store, self.bound.identity, self._method.caches(), place, row, row.coverage)
+
+    def _conclude(self, row: Row) -> None:
+        self.emitter.conclude(row)
+        self._released(row, row.error is None and row.reason is not FinishReason.CANCELLED)

@@ -1,0 +1,112 @@
+"""From a request to a row: everything that can be refused is refused here, before any state changes."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from oarlock.core.admission import GroupKey
+from oarlock.core.contracts.loader import Tokenizer
+from oarlock.core.errors import (
+    EmptyPrompt,
+    InvalidParameter,
+    NoTokenizer,
+    PromptTooLong,
+    TokenOutOfRange,
+    UnsupportedFeature,
+)
+from oarlock.core.request import Request, SamplingParams
+from oarlock.core.row import Row
+from oarlock.core.sampling import choose
+from oarlock.core.text import TextStream
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+
+def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | None, name: str) -> Row:
+    """Validate ``request`` against the bound model and return its row; ``name`` serves where it has no id.
+
+    Raises a subclass of `errors.RequestError` that carries the numbers.
+    """
+    _check_features(request, bound)
+    if request.on_token is not None and inspect.iscoroutinefunction(request.on_token):
+        raise InvalidParameter("on_token", request.on_token, "plain functions here; AsyncEngine awaits coroutines")
+    if request.stop and tokenizer is None:
+        raise NoTokenizer("stop")
+    ids = _prompt_ids(request, tokenizer)
+    _check_ids(ids, "prompt_ids", bound.vocabulary)
+    _check_ids(request.stop_token_ids, "stop_token_ids", bound.vocabulary)
+    _check_ids(sorted(request.sampling.logit_bias or ()), "logit_bias", bound.vocabulary)
+    eos = frozenset() if request.ignore_eos or tokenizer is None else frozenset(tokenizer.eos_token_ids)
+    seed = request.sampling.seed
+    return Row(
+        request=request,
+        id=request.id or name,
+        prompt_ids=ids,
+        max_tokens=_limit(request, len(ids), bound.positions),
+        stop_ids=eos | frozenset(request.stop_token_ids),
+        seed=secrets.randbits(63) if seed is None else seed,
+        key=GroupKey(method=request.method or bound.method, adapter=request.adapter or ""),
+        text=TextStream(tokenizer.decode, request.stop, request.include_stop) if tokenizer is not None else None,
+    )
+
+
+def _check_features(request: Request, bound: BoundModel) -> None:
+    """Refuse what no bound plugin provides; nothing is ignored."""
+    registries, plugins = bound.plugins.registries, bound.plugins
+    if request.method is not None:
+        plugins.resolve("method", request.method)
+    if request.adapter is not None:
+        plugins.resolve("adapter", request.adapter)
+    sampling = request.sampling
+    plain = SamplingParams()
+    wanted = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
+    changed = [name for name in wanted if getattr(sampling, name) != getattr(plain, name)]
+    if changed and not any(processor.handles(sampling) for processor in registries.processors):
+        raise UnsupportedFeature(changed[0], "no registered processor handles it")
+    if request.min_tokens and not len(registries.processors):
+        raise UnsupportedFeature("min_tokens", "no registered processor handles it")
+    if request.constraint is not None and not len(registries.constraints):
+        raise UnsupportedFeature("constraint", "no constraint plugin is installed")
+    for name in ("inputs", "checkpoint_interval"):
+        if getattr(request, name) is not None:
+            raise UnsupportedFeature(name, "this version of oarlock cannot do it")
+    choose(bound.samplers, sampling)
+
+
+def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if request.prompt_ids is not None:
+        ids: Sequence[int] = request.prompt_ids
+    elif tokenizer is None:
+        raise NoTokenizer("prompt" if request.prompt is not None else "messages")
+    elif request.prompt is not None:
+        ids = tokenizer.encode(request.prompt)
+    else:
+        assert request.messages is not None
+        ids = tokenizer.apply_chat_template(request.messages)
+    if not ids:
+        raise EmptyPrompt
+    return tuple(ids)
+
+
+def _check_ids(ids: Sequence[int], field: str, vocabulary: int) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
+        return
+    position, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocabulary)
+    raise TokenOutOfRange(token, position, vocabulary, field)
+
+
+def _limit(request: Request, prompt: int, positions: int | None) -> int:
+    """Return the most tokens to generate: what was asked for, up to the model's positions."""
+    wanted = request.max_tokens
+    if positions is None:
+        if wanted is None:
+            raise InvalidParameter("max_tokens", None, "a whole number: this model states no limit of positions")
+        return wanted
+    if prompt >= positions:
+        raise PromptTooLong(prompt, wanted or 0, positions)
+    room = positions - prompt
+    return room if wanted is None else min(wanted, room)

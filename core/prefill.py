@@ -1,0 +1,268 @@
+"""The prefill cohort: rows whose prompts are processed together, in shared forwards without padding.
+
+It plans, forwards and hands over; it decodes nothing. Rows keep their own chunk ends whoever stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import mlx.core as mx
+import structlog
+
+from oarlock.core import forward as forwards
+from oarlock.core.contracts.layout import BatchCache
+from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.group import ExecutionGroup, Forwarded, compacted
+from oarlock.core.planner import Chunk, plan, shared_width
+from oarlock.core.publication import publish
+from oarlock.core.recovery import Recovery
+from oarlock.core.request import FinishReason
+from oarlock.core.row import Row
+from oarlock.core.sampling import SamplerGroup
+
+_log = structlog.get_logger(__name__)
+
+
+@attrs.define(eq=False)
+class Preparing:
+    """A row on its way: where it stands, and the chunk that was planned for it."""
+
+    row: Row
+    position: int
+    chunk_size: int
+    snapshot: int | None = None
+    chunk: Chunk | None = None
+
+
+class PrefillCohort:
+    """Rows being prefilled together, and their caches in the same order."""
+
+    def __init__(
+        self, group: ExecutionGroup, store: StateCache, clock: Callable[[], float], conclude: Callable[[Row], None]
+    ) -> None:
+        self._group = group
+        self._bound = group.bound
+        self._store = store
+        self._clock = clock
+        self._conclude = conclude
+        self._recovery: Recovery = group.recovery
+        self._settings = group.config.scheduler
+        self._preparing: list[Preparing] = []
+        self._caches: list[BatchCache] = []
+        self.published = False
+        """The last advance delivered a token."""
+        self.accepts = True
+        """Rows may be added; False for prepared inputs, whose forward is their own."""
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows that have not joined or left yet."""
+        return [each.row for each in self._preparing]
+
+    @property
+    def token_weight(self) -> int:
+        """Prompt tokens of the rows, restored ones apart: not the remaining work."""
+        return sum(row.prompt_tokens - row.cached_tokens for row in self.rows)
+
+    def admit(self, row: Row) -> None:
+        """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
+        position, restored = self._restore(row)
+        settings = self._settings
+        snapshot = self._snapshot(row, position)
+        place = len(self._preparing)
+        if restored is not None and not place:
+            self._caches = restored
+        elif restored is not None:
+            for cache, other in zip(self._caches, restored, strict=True):
+                cache.join(other, [place])
+        else:
+            if not place:
+                self._caches = self._bound.open_caches(slots=1, window=1)
+            for cache in self._caches:
+                cache.add(1)
+        row.cached_tokens = position
+        size = row.request.prefill_chunk or settings.prefill_chunk
+        self._preparing.append(Preparing(row, position, size, snapshot))
+
+    def advance(self) -> bool:
+        """Forward until a chunk yields, a prompt ends, or nothing is left; True when the cohort is empty.
+
+        Errors of a shared forward cost the guilty rows only; whatever else goes wrong costs the cohort's rows.
+        """
+        self.published = False
+        self._store.boundary()
+        self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
+        try:
+            self._recovery.run(self._forwards, lambda: self.rows, self._reject)
+        except Exception as error:  # noqa: BLE001 - running rows and the queue go on
+            self.fail(error)
+        return not self._preparing
+
+    def fail(self, error: BaseException) -> None:
+        """Reject every row of the cohort and drop its state."""
+        preparing, self._preparing, self._caches = self._preparing, [], []
+        for each in preparing:
+            each.row.error = each.row.error or (None if each.row.reason else error)
+            self._conclude(each.row)
+        self._group.retire()  # those that had joined already
+
+    # --- one advance ------------------------------------------------------------------------------------
+
+    def _forwards(self) -> None:
+        while self._preparing:
+            if self._forward():
+                return
+
+    def _forward(self) -> bool:
+        """Do one shared forward; True where the advance ends with it."""
+        for each in self._preparing:
+            if each.chunk is None:
+                each.chunk = plan(
+                    each.row.prompt_tokens,
+                    each.position,
+                    each.chunk_size,
+                    tail_split=self._settings.tail_split,
+                    snapshot=each.snapshot,
+                )
+        chunks = [each.chunk for each in self._preparing if each.chunk is not None]
+        width = shared_width([each.position for each in self._preparing], chunks)
+        ids = mx.array(
+            [each.row.prompt_ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
+        )  # (rows, width)
+        widths = [width] * len(self._preparing)
+        logits = forwards.forward(self._bound, self._caches, ids, widths)
+        forwards.settle(self._bound, self._caches, ids, widths, widths)
+        self._group.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
+        for each in self._preparing:
+            each.position += width
+        reached = [each for each in self._preparing if each.chunk is not None and each.position == each.chunk.end]
+        finals = [each for each in reached if each.chunk is not None and each.chunk.final]
+        if len(finals) < len(self._preparing):  # otherwise the first tokens' evaluation covers the caches
+            mx.eval([array for cache in self._caches for array in cache.arrays()])
+        ends = bool(finals)
+        for each in reached:
+            chunk, each.chunk = each.chunk, None
+            if chunk is not None and not chunk.final:
+                ends = ends or chunk.yields
+                self._drained(each, chunk)
+        if finals:
+            self._complete(finals, logits)
+        return ends
+
+    def _drained(self, each: Preparing, chunk: Chunk) -> None:
+        """Maintain a row at a chunk end: give the allocator's pool back, store a boundary snapshot."""
+        mx.clear_cache()
+        if chunk.snapshot:
+            each.snapshot = None
+            tokens = each.row.prompt_ids[: chunk.end]
+            publish(
+                self._store, self._bound.identity, self._caches, self._preparing.index(each), each.row, tokens
+            )
+
+    def _complete(self, finals: Sequence[Preparing], logits: mx.array) -> None:
+        """Sample, deliver and hand over the rows whose prompt is done; ``logits`` are [rows, width, V]."""
+        rows = [each.row for each in finals]
+        places = [self._preparing.index(each) for each in finals]
+        for row in rows:
+            if row.cancelled:
+                row.reason = FinishReason.CANCELLED
+        samplers = SamplerGroup(self._bound.samplers, self._settings.vectorised_sampling)
+        samplers.set_rows(rows)
+        draw = samplers.draw(logits[mx.array(places, dtype=mx.int32), -1], [not row.over for row in rows])
+        self._group.flush()
+        if self._defers(rows):
+            rows[0].sampled = 1
+            self._hand_over(finals, draw)
+            return
+        for row, drawn in zip(rows, draw.read(), strict=True):
+            row.sampled += drawn.real
+            if not row.over:
+                before = row.generated
+                self._group.emitter.emit(row, drawn)
+                self.published = self.published or row.generated > before
+        mx.clear_cache()
+        self._hand_over(finals, None)
+
+    def _defers(self, rows: Sequence[Row]) -> bool:
+        """Return whether the first token stays unread until the next decode step."""
+        settings = self._settings
+        alone = len(rows) == 1 and not self._group.rows and not rows[0].over
+        return alone and settings.pipeline and not settings.early_first_token and rows[0].request.constraint is None
+
+    def _hand_over(self, finals: Sequence[Preparing], first: object) -> None:
+        """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
+        for each in finals:
+            row, place = each.row, self._preparing.index(each)
+            if row.over:
+                if row.reason is not None and row.reason is not FinishReason.CANCELLED:
+                    publish(self._store, self._bound.identity, self._caches, place, row, row.prompt_ids)
+                self._conclude(row)
+                continue
+            try:
+                self._group.join(row, [cache.take([place]) for cache in self._caches], first)  # type: ignore[arg-type]
+            except Exception as error:  # noqa: BLE001 - a failed merge costs the joiner alone
+                row.error = error
+                self._conclude(row)
+        self._keep([each for each in self._preparing if each not in finals])
+
+    # --- membership ---------------------------------------------------------------------------------------
+
+    def _restore(self, row: Row) -> tuple[int, list[BatchCache] | None]:
+        """Return the restored length and one-row caches, or 0 and None. An error of the store costs the prefix."""
+        if not row.request.reuse_prefix or row.prompt_tokens < 2:
+            return 0, None
+        key = {"identity": self._bound.identity, "namespace": row.namespace}
+        try:
+            found = self._store.lookup(key, row.prompt_ids)
+            if found is None:
+                return 0, None
+            length, states = found
+            if not 0 < length < row.prompt_tokens or len(states) != len(self._bound.layers):
+                return 0, None
+            caches = [layer.layout.restore(state) for layer, state in zip(self._bound.layers, states, strict=True)]
+        except Exception as error:  # noqa: BLE001 - computed again instead
+            _log.warning("prefix_not_restored", request=row.id, error=repr(error))
+            return 0, None
+        if any(cache.tokens != (length,) for cache in caches):
+            _log.warning("prefix_not_restored", request=row.id, error="the stored state has another length")
+            return 0, None
+        return length, caches
+
+    def _snapshot(self, row: Row, position: int) -> int | None:
+        """Return the prompt position whose state is worth storing: all but the last token, where long enough."""
+        boundary = row.prompt_tokens - 1
+        minimum = max(1, self._group.config.state_cache.publish_min_tokens)
+        if not row.request.reuse_prefix or boundary < minimum or boundary <= position:
+            return None
+        return boundary if self._store.keeps(row) else None
+
+    def _drop(self, over: Callable[[Row], bool], reason: FinishReason) -> None:
+        """Drop rows between forwards."""
+        gone = [each for each in self._preparing if over(each.row)]
+        for each in gone:
+            each.row.reason = reason
+            self._conclude(each.row)
+        if gone:
+            self._keep([each for each in self._preparing if each not in gone])
+
+    def _reject(self, guilty: dict[int, Exception]) -> None:
+        gone = [self._preparing[place] for place in guilty]
+        for place, error in guilty.items():
+            row = self._preparing[place].row
+            row.error = error
+            self._conclude(row)
+        self._keep([each for each in self._preparing if each not in gone])
+
+    def _keep(self, survivors: Sequence[Preparing]) -> None:
+        if len(survivors) == len(self._preparing):
+            return
+        if not survivors:
+            self._preparing, self._caches = [], []
+            return
+        places = [self._preparing.index(each) for each in survivors]
+        indices = compacted(places, len(self._preparing))
+        for cache in self._caches:
+            cache.keep(indices)
+        self._preparing = [self._preparing[i] for i in indices]

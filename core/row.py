@@ -1,0 +1,120 @@
+"""One request's run state and its token accounting. A row knows no array and no neighbour."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from oarlock.core.request import FinishReason, Logprob, Request, Result, TokenEvent, Usage
+from oarlock.core.text import TextStream
+
+if TYPE_CHECKING:
+    from oarlock.core.admission import GroupKey
+
+
+@attrs.define(eq=False, kw_only=True)
+class Row:
+    """Everything the engine knows about one request.
+
+    ``current`` is the last emitted token: the input of the next cold step. ``generated`` counts tokens accounted to
+    the stream, a terminating EOS included; ``sampled`` counts samples and leads it by one in the pipeline. ``fed``
+    are the generated tokens that entered the caches, so prompt + fed is exactly what the row's state covers;
+    ``fed_tainted`` says that this is no longer known, and such state is never stored. ``merged``: the row was ever
+    part of a batch of several, or its consumer failed.
+    """
+
+    request: Request
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    key: GroupKey
+    text: TextStream | None = None
+    submitted_at: float = 0.0
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    decode_span: tuple[float, float] | None = None
+    namespace: str = ""
+    current: int = 0
+    generated: int = 0
+    sampled: int = 0
+    cached_tokens: int = 0
+    fed: list[int] = attrs.field(factory=list)
+    fed_tainted: bool = False
+    merged: bool = False
+    token_ids: list[int] = attrs.field(factory=list)
+    logprobs: list[Logprob] = attrs.field(factory=list)
+    reason: FinishReason | None = None
+    error: BaseException | None = None
+    cancelled: bool = False
+    outcome: Result | BaseException | None = None
+    events: Callable[[TokenEvent], None] | None = None
+    ended: Callable[[BaseException | None], None] | None = None
+    done: threading.Event = attrs.field(factory=threading.Event)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def over(self) -> bool:
+        """True once the row has a reason or an error: it takes no further part."""
+        return self.reason is not None or self.error is not None
+
+    @property
+    def live(self) -> bool:
+        """True while another token may be sampled; a row that is not live but unread is doomed."""
+        return self.sampled < self.max_tokens
+
+    @property
+    def coverage(self) -> Sequence[int]:
+        """Exactly the tokens that the row's state holds, unless it is tainted."""
+        return [*self.prompt_ids, *self.fed]
+
+    def usage(self, now: float) -> Usage:
+        """Return the statistics as of ``now`` (seconds, the engine's clock)."""
+        first = self.first_token_at or now
+        if self.decode_span is not None:
+            first, now = self.decode_span
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated,
+            cached_tokens=self.cached_tokens,
+            prefill_ms=1e3 * (first - self.admitted_at) if self.admitted_at else 0.0,
+            decode_ms=1e3 * (now - first) if self.first_token_at or self.decode_span else 0.0,
+            seed=self.seed,
+        )
+
+    def result(self, now: float) -> Result:
+        """Return the result of a row that has a reason."""
+        assert self.reason is not None
+        return Result(
+            id=self.id,
+            token_ids=tuple(self.token_ids),
+            text=self.text.text if self.text else "",
+            finish_reason=self.reason,
+            usage=self.usage(now),
+            logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
+        )
+
+    def settle(self, outcome: Result | BaseException) -> bool:
+        """Fix the outcome once. Later calls change nothing and return False."""
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        return True
+
+    def publish(self, event: TokenEvent) -> None:
+        """Hand an event to whoever streams this row; without a stream it is dropped."""
+        if self.events is not None:
+            self.events(event)
+
+    def publish_end(self, error: BaseException | None) -> None:
+        """Tell whoever waits that the outcome stands; ``error`` is None for a result."""
+        if self.ended is not None:
+            self.ended(error)

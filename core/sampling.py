@@ -1,0 +1,199 @@
+"""Sampling for the rows of a group: keys, the unread draw, and blame for a sampler that raises.
+
+Which distribution is drawn from is the samplers' business. A key is (seed, position) and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core.contracts.sampler import Sampler, SamplerRows
+from oarlock.core.errors import UnsupportedFeature
+from oarlock.core.request import Logprob, SamplingParams
+from oarlock.core.row import Row
+
+
+def key_words(seed: int) -> tuple[int, int]:
+    """Mix a 64-bit seed into two uint32 words, so that neighbouring seeds share nothing (splitmix64 finaliser)."""
+    mask = (1 << 64) - 1
+    z = (seed + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z & 0xFFFFFFFF, z >> 32
+
+
+def choose(samplers: Sequence[Sampler], params: SamplingParams) -> Sampler:
+    """Return the first sampler that handles ``params``. Raises `errors.UnsupportedFeature`."""
+    for sampler in samplers:
+        if sampler.handles(params):
+            return sampler
+    raise UnsupportedFeature("sampling", f"no registered sampler handles {params!r}")
+
+
+@attrs.frozen
+class Drawn:
+    """One row's sampled token on the host. See `contracts.method.Drawn`."""
+
+    token: int
+    finite: bool = True
+    real: bool = True
+    error: BaseException | None = None
+    logprob: Logprob | None = None
+
+
+@attrs.define
+class Times:
+    """Host seconds of one step: building graphs, waiting for tokens, delivering them."""
+
+    build: float = 0.0
+    read: float = 0.0
+    emit: float = 0.0
+
+
+@attrs.define(kw_only=True)
+class PendingDraw:
+    """Tokens sampled but not yet read. Everything here is one evaluation; `read` is the step's only sync."""
+
+    tokens: mx.array  # (B,) uint32
+    finite: mx.array  # (B,) bool
+    real: list[bool]
+    errors: list[BaseException | None]
+    wants: list[int | None]
+    chosen: mx.array | None = None  # (B,)
+    top_ids: mx.array | None = None  # (B, n)
+    top_values: mx.array | None = None  # (B, n)
+    times: Times = attrs.field(factory=Times)
+
+    def arrays(self) -> list[mx.array]:
+        """Return what one evaluation must cover."""
+        optional = (self.chosen, self.top_ids, self.top_values)
+        return [self.tokens, self.finite, *(array for array in optional if array is not None)]
+
+    def read(self) -> list[Drawn]:
+        """Block until the tokens are there."""
+        before = time.perf_counter()
+        tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
+        finite: list[bool] = self.finite.tolist()  # type: ignore[assignment]
+        logprobs = self._read_logprobs(tokens)
+        self.times.read += time.perf_counter() - before
+        return [
+            Drawn(token, ok, real, error, logprob)
+            for token, ok, real, error, logprob in zip(
+                tokens, finite, self.real, self.errors, logprobs, strict=True
+            )
+        ]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Make old line ``indices[i]`` the new line i."""
+        at = mx.array(list(indices), dtype=mx.int32)
+        self.tokens, self.finite = self.tokens[at], self.finite[at]
+        self.real = [self.real[i] for i in indices]
+        self.errors = [self.errors[i] for i in indices]
+        self.wants = [self.wants[i] for i in indices]
+        if self.chosen is not None:
+            self.chosen = self.chosen[at]
+        if self.top_ids is not None and self.top_values is not None:
+            self.top_ids, self.top_values = self.top_ids[at], self.top_values[at]
+
+    def _read_logprobs(self, tokens: Sequence[int]) -> list[Logprob | None]:
+        if self.chosen is None:
+            return [None] * len(tokens)
+        chosen: list[float] = self.chosen.tolist()  # type: ignore[assignment]
+        ids: Any = self.top_ids.tolist() if self.top_ids is not None else [[]] * len(tokens)
+        values: Any = self.top_values.tolist() if self.top_values is not None else [[]] * len(tokens)
+        read: list[Logprob | None] = []
+        for i, want in enumerate(self.wants):
+            if want is None:
+                read.append(None)
+                continue
+            best = sorted(zip(ids[i], values[i], strict=True), key=lambda pair: (-pair[1], pair[0]))[:want]
+            read.append(Logprob(token=tokens[i], logprob=chosen[i], top=tuple(best)))
+        return read
+
+
+class SamplerGroup:
+    """The samplers opened for the rows of a group; reopened at membership changes only."""
+
+    def __init__(self, samplers: Sequence[Sampler], vectorised: bool) -> None:
+        self._samplers = samplers
+        self._vectorised = vectorised
+        self._rows: list[Row] = []
+        self._opened: SamplerRows | None = None
+        self._words: mx.array | None = None
+
+    def set_rows(self, rows: Sequence[Row]) -> None:
+        """Open for ``rows`` in this order, unless it is open for them already."""
+        if len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True)):
+            return
+        self._rows = list(rows)
+        self._words = mx.array([key_words(row.seed) for row in rows], dtype=mx.uint32) if rows else None  # (B, 2)
+        self._opened = None
+        params = [row.request.sampling for row in rows]
+        if rows and self._vectorised:
+            shared = next((s for s in self._samplers if all(s.handles(p) for p in params)), None)
+            self._opened = shared.open(params) if shared is not None else None
+
+    def draw(self, logits: mx.array, live: Sequence[bool], times: Times | None = None) -> PendingDraw:
+        """Sample a token per row from ``logits`` [B, V] and start the evaluation. No sync."""
+        errors: list[BaseException | None] = [None] * len(self._rows)
+        keys = self._keys()
+        if self._opened is not None:
+            try:
+                tokens = self._opened.sample(logits, keys)
+            except Exception:  # noqa: BLE001 - the row by row repetition finds whose it is
+                tokens = self._row_by_row(logits, keys, live, errors)
+        else:
+            tokens = self._row_by_row(logits, keys, live, errors)
+        real = [on and error is None for on, error in zip(live, errors, strict=True)]
+        best = mx.take_along_axis(logits, mx.argmax(logits, axis=-1, keepdims=True), axis=-1)
+        draw = PendingDraw(
+            tokens=tokens,
+            finite=mx.isfinite(best)[:, 0],  # argmax finds a NaN first, and minus infinity only when all are
+            real=real,
+            errors=errors,
+            wants=[row.request.sampling.logprobs for row in self._rows],
+            times=times or Times(),
+        )
+        self._add_logprobs(draw, logits)
+        mx.async_eval(draw.arrays())
+        return draw
+
+    def _keys(self) -> mx.array:
+        """Return uint32 ``[B, 2]`` of (seed, position); the position is the count of samples before this one."""
+        assert self._words is not None
+        positions = mx.array([[0, row.sampled] for row in self._rows], dtype=mx.uint32)
+        return self._words ^ positions
+
+    def _row_by_row(
+        self, logits: mx.array, keys: mx.array, live: Sequence[bool], errors: list[BaseException | None]
+    ) -> mx.array:
+        """Sample each live row on its own; a row whose sampler raises gets the error and a placeholder."""
+        lines = []
+        for i, row in enumerate(self._rows):
+            line = mx.zeros((1,), dtype=mx.uint32)
+            if live[i]:
+                try:
+                    opened = choose(self._samplers, row.request.sampling).open([row.request.sampling])
+                    line = opened.sample(logits[i : i + 1], keys[i : i + 1])
+                except Exception as error:  # noqa: BLE001 - rejected with it, alone
+                    errors[i] = error
+            lines.append(line)
+        return mx.concatenate(lines).astype(mx.uint32)
+
+    def _add_logprobs(self, draw: PendingDraw, logits: mx.array) -> None:
+        most = max((want for want in draw.wants if want is not None), default=None)
+        if most is None:
+            return
+        scores = logits.astype(mx.float32)
+        logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)  # (B, V)
+        draw.chosen = mx.take_along_axis(logprobs, draw.tokens[:, None].astype(mx.int32), axis=-1)[:, 0]
+        most = min(most, logits.shape[-1])
+        if most:
+            draw.top_ids = mx.argpartition(-logprobs, kth=most - 1, axis=-1)[:, :most]
+            draw.top_values = mx.take_along_axis(logprobs, draw.top_ids, axis=-1)

@@ -1,0 +1,26 @@
+"""Attention masks that several layouts share. They know positions, not storage."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from oarlock.core.contracts.layout import Positions
+
+
+def causal(starts: Positions, width: int, window: int | None, as_array: bool) -> mx.array | str | None:
+    """Return the mask of ``width`` queries per row over columns 0 to starts.longest + width - 1.
+
+    Equal rows get what mlx-lm's serial cache gives: None, "causal" or a boolean ``[width, S]``. Ragged rows get a
+    boolean ``[B, 1, width, S]``. ``window`` limits how far back a query looks.
+    """
+    if starts.equal and window is None and not as_array:
+        return None if width == 1 else "causal"
+    columns = mx.arange(starts.longest + width)  # (S,)
+    if starts.equal:
+        queries = mx.arange(starts[0], starts[0] + width)[:, None]  # (N, 1)
+    else:
+        queries = starts.columns(width)[:, None, :, None]  # (B, 1, N, 1)
+    mask = queries >= columns
+    if window is not None:
+        mask = mask & (queries < columns + window)
+    return mask

@@ -1,0 +1,149 @@
+"""Plain decoding: one token per row and step, pipelined. It owns the unread register, not the rows' lifetimes.
+
+The next step is built from tokens that nobody has read yet and dispatched; then the previous step's tokens are read
+and emitted while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core import hookimpl
+from oarlock.core.contracts.layout import BatchCache
+from oarlock.core.contracts.method import Draw, MethodHost
+from oarlock.core.row import Row
+
+OARLOCK_API = 1
+
+
+@attrs.frozen
+class PlainOptions:
+    """`plain` has no options."""
+
+
+class PlainDecoding:
+    """The rows' caches and the register: sampled, dispatched, unread."""
+
+    def __init__(self, host: MethodHost) -> None:
+        self._host = host
+        self._caches: list[BatchCache] = []
+        self._register: Draw | None = None
+        self._pipeline = host.config.scheduler.pipeline
+
+    @property
+    def running_tokens(self) -> int:
+        """One token per row."""
+        return len(self._host.rows)
+
+    def caches(self) -> Sequence[BatchCache]:
+        """Return the caches of the running rows."""
+        return self._caches
+
+    def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
+        """Adopt a lone row's caches by reference, or copy them into the next slots."""
+        self.flush()
+        running = self._host.rows
+        if not running:
+            self._caches = list(caches)
+            self._register = first
+            return
+        _join_all(self._caches, caches, len(running))
+        for each in (*running, row):
+            each.merged = True
+
+    def advance(self, work: Any = None) -> None:
+        """Build and dispatch the next step, then read and emit the previous one."""
+        previous = self._register
+        live = [row.live for row in self._host.rows]
+        if any(live):
+            self._register = self._step(previous, live)
+            if previous is None:
+                for row in self._host.rows:
+                    row.fed.append(row.current)
+        else:
+            self._register = None
+        if previous is not None:
+            self._emit(previous, fed=self._register is not None)
+        if not self._pipeline:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read and emit what is unread. Its tokens are fed later, as each row's current one."""
+        register, self._register = self._register, None
+        if register is not None:
+            self._emit(register, fed=False)
+
+    def keep(self, indices: Sequence[int], discard: bool) -> None:
+        """Filter caches and register in lockstep; without rows both are dropped."""
+        if not indices:
+            self.abort()
+            return
+        for cache in self._caches:
+            cache.keep(indices)
+        if self._register is not None:
+            self._register.keep(indices)
+
+    def abort(self) -> None:
+        """Drop caches and register."""
+        self._caches, self._register = [], None
+
+    def close(self) -> None:
+        """Drop everything."""
+        self.abort()
+
+    def _step(self, register: Draw | None, live: Sequence[bool]) -> Draw:
+        """Forward every row once and sample the live ones. Nothing here changes when the forward raises."""
+        rows = self._host.rows
+        if register is not None:
+            ids = register.tokens[:, None]  # (B, 1)
+        else:
+            ids = mx.array([[row.current] for row in rows], dtype=mx.uint32)
+        widths = [1] * len(rows)
+        logits = self._host.forward(self._caches, ids, widths)  # (B, 1, V)
+        self._host.settle(self._caches, ids, widths, widths)
+        return self._host.sample(logits[:, -1], live)
+
+    def _emit(self, register: Draw, *, fed: bool) -> None:
+        """Read a register, account what entered the caches, deliver, and drop the rows that are over."""
+        for row, drawn in zip(self._host.rows, register.read(), strict=True):
+            if fed and drawn.real:
+                row.fed.append(drawn.token)
+            elif fed:
+                row.fed_tainted = True
+            self._host.emit(row, drawn)
+        self._host.retire()
+
+
+def _join_all(caches: Sequence[BatchCache], joiner: Sequence[BatchCache], place: int) -> None:
+    """Put one row behind the others on every layer, or on none."""
+    done: list[BatchCache] = []
+    try:
+        for cache, other in zip(caches, joiner, strict=True):
+            cache.join(other, [place])
+            done.append(cache)
+    except Exception:
+        for cache in done:
+            cache.keep(range(place))
+        raise
+
+
+@attrs.frozen
+class Plain:
+    """Registers as ``plain``."""
+
+    name: str = "plain"
+    options: type = PlainOptions
+
+    def open(self, host: MethodHost, options: Any) -> PlainDecoding:
+        """Return a method without rows."""
+        return PlainDecoding(host)
+
+
+@hookimpl
+def register_methods(register: Callable[[object], None]) -> None:
+    """Register `plain`."""
+    register(Plain())
