@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
@@ -170,9 +171,13 @@ def load_installed(
 
 def load_argument(plugin: Any, manager: pluggy.PluginManager, registries: Registries) -> PluginInfo:
     """Load a plugin that the caller passed; whatever is wrong with it is raised."""
-    name = getattr(plugin, "__name__", type(plugin).__name__)
-    info = PluginInfo(name=name, distribution="argument", version="", value=name, state="active")
-    trial = _Trial(name, info.owner, plugin)
+    value = getattr(plugin, "__name__", type(plugin).__name__)
+    info = PluginInfo(name=value, distribution="argument", version="", value=value, state="active")
+    for number in itertools.count(2):  # several instances of one class are several plugins
+        if not manager.has_plugin(info.owner):
+            break
+        info = attrs.evolve(info, name=f"{value} #{number}")
+    trial = _Trial(info.name, info.owner, plugin)
     trial.check_api()
     trial.load(manager, registries)
     return attrs.evolve(info, api=trial.api, registered=trial.names)
