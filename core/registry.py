@@ -14,6 +14,7 @@ from oarlock.core.contracts.constraint import ConstraintFactory
 from oarlock.core.contracts.layout import CacheLayout
 from oarlock.core.contracts.loader import Loader
 from oarlock.core.contracts.method import Method, Proposer
+from oarlock.core.contracts.policy import Policy
 from oarlock.core.contracts.sampler import Processor, Sampler
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.errors import DuplicateName, InvalidPlugin, RegistryFrozen, UnknownName
@@ -106,14 +107,14 @@ class Registries:
 
     layouts: Registry[CacheLayout] = attrs.field(factory=lambda: Registry("layout", CacheLayout))
     methods: Registry[Method] = attrs.field(factory=lambda: Registry("method", Method))
-    proposers: Registry[Proposer] = attrs.field(factory=lambda: Registry("proposer", Proposer))
+    proposers: Registry[Proposer] = attrs.field(factory=lambda: Registry("proposer"))
     samplers: Registry[Sampler] = attrs.field(factory=lambda: Registry("sampler", Sampler))
     processors: Registry[Processor] = attrs.field(factory=lambda: Registry("processor", Processor))
     constraints: Registry[ConstraintFactory] = attrs.field(factory=lambda: Registry("constraint", ConstraintFactory))
-    policies: Registry[Any] = attrs.field(factory=lambda: Registry("policy"))
+    policies: Registry[Policy] = attrs.field(factory=lambda: Registry("policy", Policy))
     adapters: Registry[Any] = attrs.field(factory=lambda: Registry("adapter"))
     loaders: Registry[Loader] = attrs.field(factory=lambda: Registry("loader", Loader))
-    state_caches: Registry[StateCache] = attrs.field(factory=lambda: Registry("state_cache", StateCache))
+    state_caches: Registry[StateCache] = attrs.field(factory=lambda: Registry("state_cache"))
     commands: Registry[Any] = attrs.field(factory=lambda: Registry("command"))
 
     def __iter__(self) -> Iterator[Registry[Any]]:
