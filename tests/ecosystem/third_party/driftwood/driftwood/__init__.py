@@ -1,0 +1,1 @@
+"""A third party's package. Importing it imports neither the plugin nor mlx."""
