@@ -2,7 +2,6 @@
 
 The score is the logit minus the line's log-sum-exp, rounded to the logits' dtype, and the lowest id wins ties: also
 those which the rounding makes. This is what mlx-lm's serial generation compares, so equal logits give equal tokens.
-Arguments that a greedy row does not need (ARG002) are the contract's.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ OARLOCK_API = 1
 class GreedyRows:
     """Rows without parameters: nothing to keep."""
 
-    def density(self, logits: mx.array, rows: mx.array | None = None) -> mx.array:  # noqa: ARG002
+    def density(self, logits: mx.array, rows: mx.array | None = None) -> mx.array:
         """Return float32 ``[R, V]``: 0 at the line's token and minus infinity elsewhere."""
         tokens = _argmax(logits)  # (R,)
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32)  # (V,)
         return mx.where(ids == tokens[:, None], mx.array(0.0), mx.array(-mx.inf))  # (R, V)
 
-    def draw(self, density: mx.array, keys: mx.array) -> mx.array:  # noqa: ARG002
+    def draw(self, density: mx.array, keys: mx.array) -> mx.array:
         """Return the most probable token of each line, uint32 ``[R]``."""
         return mx.argmax(density, axis=-1)
 
-    def sample(self, logits: mx.array, keys: mx.array, rows: mx.array | None = None) -> mx.array:  # noqa: ARG002
+    def sample(self, logits: mx.array, keys: mx.array, rows: mx.array | None = None) -> mx.array:
         """Return the most probable token of each line, uint32 ``[R]``."""
         return _argmax(logits)
 
@@ -52,7 +51,7 @@ class Greedy:
         """Return whether the temperature is 0."""
         return params.greedy
 
-    def open(self, params: Sequence[SamplingParams]) -> GreedyRows:  # noqa: ARG002
+    def open(self, params: Sequence[SamplingParams]) -> GreedyRows:
         """Return rows for ``params``, of which nothing is needed."""
         return GreedyRows()
 
