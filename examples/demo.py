@@ -59,8 +59,8 @@ class Line:
         return "writes" if self.left is None else "done"
 
     def chart(self, total: float) -> str:
-        """Draw the request's life: '.' waiting, 'o' reading the prompt, '#' writing."""
-        marks = [(self.joined, "."), (self.first, "o"), (self.left, "#")]
+        """Draw the request's life: waiting, reading the prompt, writing."""
+        marks = [(self.joined, "·"), (self.first, "░"), (self.left, "█")]
         drawn = ""
         for until, mark in marks:
             drawn += mark * (round(CHART * (until or total) / total) - len(drawn))
@@ -72,24 +72,28 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def picture(lines: list[Line]) -> Group:
+def inside(lines: list[Line]) -> str:
+    return f"{sum(line.state in {'reads', 'writes'} for line in lines)} of {MAX_BATCH}"
+
+
+def picture(lines: list[Line], width: int) -> Group:
     """The live view: a table with the tail of each answer."""
     table = Table(expand=True)
-    for title, width in (("", 2), ("question", 30), ("", 6), ("tokens", 6)):
-        table.add_column(title, width=width, no_wrap=True)
+    for title, size in (("", 2), ("question", 30), ("", 6), ("tokens", 6)):
+        table.add_column(title, width=size, no_wrap=True)
     table.add_column("answer", ratio=1, no_wrap=True)
+    tail = max(10, width - 60)  # the other columns and the borders
     colour = {"waits": "dim", "reads": "yellow", "writes": "green", "done": ""}
     for line in lines:
-        cells = (line.name, line.question, line.state, str(line.tokens), " ".join(line.answer.split())[-60:])
+        cells = (line.name, line.question, line.state, str(line.tokens), " ".join(line.answer.split())[-tail:])
         table.add_row(*(Text(cell, style=colour[line.state]) for cell in cells))
-    rows = sum(line.state in {"reads", "writes"} for line in lines)
-    return Group(table, Text(f"{rows} of at most {MAX_BATCH} rows in the batch"))
+    return Group(table, Text(f"rows in the batch: {inside(lines)}"))
 
 
 def follow(engine: Engine, lines: list[Line], requests: list[Request], console: Console) -> None:
     """Stream all requests and keep the lines up to date."""
     by_name = {line.name: line for line in lines}
-    live = Live(console=console, refresh_per_second=8, get_renderable=lambda: picture(lines))
+    live = Live(console=console, refresh_per_second=8, get_renderable=lambda: picture(lines, console.width))
     told: set[str] = set()
     with live if console.is_terminal else nullcontext():
         for event in engine.stream(requests):
@@ -101,17 +105,16 @@ def follow(engine: Engine, lines: list[Line], requests: list[Request], console: 
                 line.left = now
             if console.is_terminal:
                 continue
-            rows = sum(other.state in {"reads", "writes"} for other in lines)
             if line.name not in told:
                 told.add(line.name)
-                console.print(f"{now:6.1f} s  {rows} rows  + {line.name} {line.question}", markup=False)
+                console.print(f"{now:5.1f} s  {inside(lines)}  {line.name} joined: {line.question}", markup=False)
             if line.left is not None:
-                answer = shorten(line.answer, 150)
-                console.print(f"{now:6.1f} s  {rows} rows  - {line.name} {answer}", markup=False, soft_wrap=True)
+                text = f"{now:5.1f} s  {inside(lines)}  {line.name} leaves: {shorten(line.answer, 150)}"
+                console.print(text, markup=False, soft_wrap=True)
 
 
 def main() -> None:
-    console = Console()
+    console = Console(highlight=False)
     console.print("Loading SmolLM2-135M-Instruct ...")
     with Engine.load("smollm2", config={"scheduler": {"max_batch": MAX_BATCH}}) as engine:
         start = time.perf_counter()
@@ -127,7 +130,7 @@ def main() -> None:
         ]
         follow(engine, lines, requests, console)
         total = time.perf_counter() - start
-    console.print(f"\n{total:.1f} s from left to right: . waits  o reads its prompt  # writes")
+    console.print(f"\n{total:.1f} s from left to right: · waits  ░ reads its prompt  █ writes")
     for line in lines:
         console.print(
             f"{line.name} {shorten(line.question, 28):28} |{line.chart(total)}|", markup=False, soft_wrap=True
