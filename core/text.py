@@ -89,6 +89,7 @@ class TextStream:
     ) -> None:
         self._decode = decode
         self._include_stop = include_stop
+        self._stop = tuple(stop)
         self._strings = StopStrings(stop) if stop else None
         self._state = 0
         self._stopped: str | None = None
@@ -111,6 +112,13 @@ class TextStream:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
+    def again(self, tokens: Sequence[int]) -> TextStream:
+        """Return a fresh stream with the same rules that has taken ``tokens``."""
+        stream = TextStream(self._decode, self._stop, self._include_stop)
+        for token in tokens:
+            stream.push(token)
+        return stream
+
     def push(self, token: int) -> str:
         """Take the next token and return the text that became certain with it; after a stop string, nothing."""
         if self._stopped is not None:
@@ -123,9 +131,8 @@ class TextStream:
             certain = max(certain, len(text) - SETTLED_BYTES)
         piece = text[self._settled : certain]
         self._settled = max(self._settled, certain)
-        if certain == len(text) and certain > self._anchored:
-            self._advance()
-        elif pending >= MAX_PENDING:
+        advanced = self._anchored < certain == len(text) and self._advance()
+        if not advanced and pending >= MAX_PENDING:
             self._shorten(len(text) - self._settled)
         return self._release(piece)
 
@@ -142,8 +149,8 @@ class TextStream:
             self._pieces.append(held)
         return piece + held
 
-    def _advance(self) -> None:
-        """Make the pending tokens the anchor, unless they are nothing by themselves.
+    def _advance(self) -> bool:
+        """Make the pending tokens the anchor, unless they are nothing by themselves; return whether they are it now.
 
         Decoders may strip the first token's space, so a window starts with tokens whose text is known and visible.
         """
@@ -152,15 +159,12 @@ class TextStream:
         if length:
             self._window, self._anchor = window, len(window)
             self._anchored = self._settled = length
+        return length > 0
 
     def _shorten(self, unsettled: int) -> None:
-        """Forget old pending tokens: a long run of tokens without text, or of bytes that are no characters."""
-        if unsettled:
-            del self._window[: -MAX_PENDING // 2]
-            self._anchor = self._anchored = 0
-            self._settled = max(0, len(self._decode(self._window)) - unsettled)
-        else:
-            del self._window[self._anchor :]
+        """Forget the middle of a long run of tokens without text, or of bytes that are no characters."""
+        del self._window[max(1, self._anchor) : -MAX_PENDING // 2]
+        self._settled = max(0, len(self._decode(self._window)) - unsettled)
 
     def _release(self, piece: str) -> str:
         """Pass certain text through the stop strings; return what cannot be the beginning of one."""
