@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -131,9 +131,12 @@ class _Trial:
         for attribute in attrs.fields(Registries):
             registry = getattr(scratch, attribute.name)
             getattr(trial.hook, f"register_{attribute.name}")(register=self._register(registry.kind, registry.check))
-        registries.check_all(self.items, self.owner)
         manager.register(self.plugin, self.owner)
-        registries.add_all(self.items, self.owner)
+        try:
+            registries.add_all(self.items, self.owner)
+        except BaseException:
+            manager.unregister(self.plugin)
+            raise
 
     def _register(self, kind: str, check: Callable[[Any, str], str]) -> Callable[[Any], None]:
         def register(item: Any) -> None:
@@ -195,29 +198,25 @@ def _reason(error: BaseException, found: Found) -> str:
     return reason
 
 
-def _implementations(manager: pluggy.PluginManager, plugin: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    for attribute in dir(plugin):
-        options = manager.parse_hookimpl_opts(plugin, attribute)
-        if options is not None:
-            yield options.get("specname") or attribute, options, getattr(plugin, attribute)
-
-
-def _check_hooks(manager: pluggy.PluginManager, name: str, owner: str, plugin: Any) -> None:
+def _check_hooks(manager: pluggy.PluginManager, plugin_name: str, owner: str, plugin: Any) -> None:
     """Raise `UnknownHook` for the first hook that could not be called as specified."""
     known = {hook for hook in vars(manager.hook) if not hook.startswith("_")}
-    implementations = list(_implementations(manager, plugin))
-    if not implementations:
+    marked = {name: options for name in dir(plugin) if (options := manager.parse_hookimpl_opts(plugin, name))}
+    if not marked:
         raise errors.InvalidPlugin(owner, "plugin", plugin, "a module or object with functions marked @hookimpl")
-    for hook, options, function in implementations:
+    for attribute, options in marked.items():
+        hook, function = options.get("specname") or attribute, getattr(plugin, attribute)
         if hook not in known:
             if options["optionalhook"]:
                 continue
-            raise errors.UnknownHook(name, hook, f"no such hook{errors.did_you_mean(hook, known)}")
-        _check_arguments(name, hook, function, getattr(manager.hook, hook).spec.argnames)
+            raise errors.UnknownHook(plugin_name, hook, f"no such hook{errors.did_you_mean(hook, known)}")
+        _check_arguments(plugin_name, hook, function, getattr(manager.hook, hook).spec.argnames)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise errors.UnknownHook(name, hook, "it is a coroutine function, and hooks are called synchronously")
+            raise errors.UnknownHook(
+                plugin_name, hook, "it is a coroutine function, and hooks are called synchronously"
+            )
         if hook in hookspecs.OBSERVERS and (options["wrapper"] or options["hookwrapper"]):
-            raise errors.UnknownHook(name, hook, "it is a wrapper, and observers are called one by one")
+            raise errors.UnknownHook(plugin_name, hook, "it is a wrapper, and observers are called one by one")
 
 
 def _check_arguments(name: str, hook: str, function: Callable[..., Any], allowed: Sequence[str]) -> None:

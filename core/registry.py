@@ -127,17 +127,14 @@ class Registries:
                 return registry
         raise UnknownName("kind of plugin", kind, [registry.kind for registry in self])
 
-    def check_all(self, items: Mapping[str, Iterable[Any]], owner: str) -> None:
-        """Raise what adding ``items``, by kind, would, and change nothing."""
-        fresh = Registries()  # they may also clash with each other
-        for kind, item in ((kind, item) for kind, some in items.items() for item in some):
-            self.of(kind).check(item, owner)
-            fresh.of(kind).add(item, owner)
-
     def add_all(self, items: Mapping[str, Iterable[Any]], owner: str) -> None:
         """Register ``items`` by kind, all or none."""
-        self.check_all(items, owner)  # validate all, then mutate
-        for kind, item in ((kind, item) for kind, some in items.items() for item in some):
+        # Validate all, then mutate: they may clash with each other too, so they are tried in fresh registries.
+        trial, pairs = Registries(), [(kind, item) for kind, some in items.items() for item in some]
+        for kind, item in pairs:
+            self.of(kind).check(item, owner)
+            trial.of(kind).add(item, owner)
+        for kind, item in pairs:
             self.of(kind).add(item, owner)
 
     def freeze(self) -> None:

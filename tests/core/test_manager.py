@@ -9,10 +9,11 @@ import textwrap
 import time
 import types
 
+import pluggy
 import pytest
 from structlog.testing import capture_logs
 
-from oarlock.core import errors, hookimpl, manager
+from oarlock.core import errors, hookimpl, hookspecs, manager
 from oarlock.core.config import EngineConfig
 
 POLICY = """
@@ -117,6 +118,26 @@ def test_a_broken_plugin_stops_nobody_and_is_listed_with_its_reason(site, kind):
         plugins.resolve("adapter", "bad")
     assert (caught.value.distribution, caught.value.version) == ("mmm-broken", "2.5")
     assert reason in caught.value.reason
+
+
+@pytest.mark.parametrize("kind", ["import", "syntax", "exit", "raises", "base", "typo", "api"])
+def test_the_twin_of_it_bulk_loading_lets_one_stop_the_rest_or_says_nothing(site, kind):
+    """What pluggy offers for this is why each plugin is loaded alone: the fault is there when it is planted."""
+    site("aaa-good", first=POLICY + "NAMES = ['one']")
+    site("mmm-broken", "2.5", bad=BROKEN[kind][0])
+    site("zzz-good", last=POLICY + "NAMES = ['two']")
+    bulk = pluggy.PluginManager("oarlock")
+    bulk.add_hookspecs(hookspecs)
+    for info in manager.list_plugins():
+        if info.distribution == "oarlock":
+            bulk.set_blocked(info.name)
+    stopped = None
+    try:
+        bulk.load_setuptools_entrypoints("oarlock")
+    except BaseException as error:  # noqa: BLE001 - SystemExit is one of the faults
+        stopped = error
+    loaded = sum(name in ("first", "last") for name, _ in bulk.list_name_plugin())
+    assert (stopped is not None and loaded < 2) or bulk.has_plugin("bad")
 
 
 def test_a_wrong_attribute_and_a_malformed_entry_point_are_broken(site):

@@ -96,14 +96,14 @@ def test_an_item_that_lacks_part_of_its_contract_is_refused_naming_the_part():
 def test_frozen_means_frozen():
     """A model is bound: later registration raises with the reason."""
     registries = Registries()
-    registries.policies.add(Item("fifo"), "one")
+    registries.adapters.add(Item("fifo"), "one")
     registries.freeze()
     for registry in registries:
         registry.contract = None
         with pytest.raises(errors.RegistryFrozen) as caught:
             registry.add(Item("late"), "two")
         assert caught.value.kind == registry.kind
-    assert registries.policies.get("fifo").name == "fifo"
+    assert registries.adapters.get("fifo").name == "fifo"
 
 
 def test_every_kind_has_its_registry():
@@ -134,10 +134,10 @@ def test_a_plugin_is_registered_whole_or_not_at_all(second):
     registries = Registries()
     registries.adapters.add(Item("taken"), "one")
     with pytest.raises(errors.PluginError):
-        registries.add_all({"policy": [Item("p")], "adapter": [Item("new"), second]}, "two")
-    assert registries.policies.names() == ()
+        registries.add_all({"command": [Item("p")], "adapter": [Item("new"), second]}, "two")
+    assert registries.commands.names() == ()
     assert registries.adapters.names() == ("taken",)
-    registries.add_all({"policy": [Item("p")], "adapter": [Item("new")]}, "two")
+    registries.add_all({"command": [Item("p")], "adapter": [Item("new")]}, "two")
     assert registries.adapters.names() == ("taken", "new")
 
 

@@ -22,6 +22,12 @@ import pytest
 THIRD_PARTY = Path(__file__).parent / "third_party"
 
 
+@pytest.fixture(scope="session")
+def root():
+    """The checkout."""
+    return Path(__file__).parents[2]
+
+
 def write_wheel(folder, name, version, entry_points, files):
     """Write a pure-Python wheel of ``files`` (path in the wheel -> text) and return its path."""
     stem = f"{name.replace('-', '_')}-{version}"
