@@ -17,13 +17,12 @@ BANKS = ("core", "layouts", "methods", "plugins", "samplers")
 
 def main(wheel: Path, source: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    packages = sorted(init.parent.relative_to(source) for bank in BANKS for init in (source / bank).rglob("__init__.py"))
-    for package in packages:
-        for file in ("__init__.py", "py.typed"):
-            assert f"oarlock/{package}/{file}" in names, f"{wheel.name} has no oarlock/{package}/{file}"
-    for bank in BANKS:
-        for path in (source / bank).rglob("*.py"):
-            assert f"oarlock/{path.relative_to(source)}" in names, f"{wheel.name} has no {path.relative_to(source)}"
+    packages = sorted(
+        init.parent.relative_to(source) for bank in BANKS for init in (source / bank).rglob("__init__.py")
+    )
+    files = [path.relative_to(source) for bank in BANKS for path in (source / bank).rglob("*") if path.is_file()]
+    for file in [path for path in files if "__pycache__" not in path.parts] + [path / "py.typed" for path in packages]:
+        assert f"oarlock/{file}" in names, f"{wheel.name} has no {file}"
     strangers = {name.split("/")[0] for name in names} - {"oarlock"}
     assert all(name.endswith(".dist-info") for name in strangers), f"{wheel.name} brings top-level names: {strangers}"
 

@@ -46,6 +46,15 @@ def skip_is_listed(reason: str) -> bool:
     return any(re.fullmatch(pattern, reason.removeprefix("Skipped: ")) for pattern in ALLOWED_SKIPS)
 
 
+def pytest_configure() -> None:
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        # No test asserts a time: an example that is slow on a busy machine is no failure.
+        settings.register_profile("oarlock", deadline=None, print_blob=True)
+        settings.load_profile("oarlock")
+
+
 def pytest_report_header() -> str:
     return f"BLAS: {active_blas()}"
 
