@@ -1,5 +1,8 @@
 """One frozen configuration: every key is checked, and what does not exist yet is refused."""
 
+import re
+from pathlib import Path
+
 import attrs
 import pytest
 
@@ -366,6 +369,7 @@ def test_options_are_checked_by_the_plugin_that_declares_them():
         ("scheduler", "kv_budget", "4GiB"),
         ("scheduler", "kv_budget", "50%"),
         ("scheduler", "overcommit", 1.5),
+        ("scheduler", "max_recoveries", 2),
         ("scheduler", "stall_bound_ms", 20),
         ("state_cache", "prefix_bytes", "1GiB"),
         ("state_cache", "disk", ""),
@@ -387,3 +391,19 @@ def test_the_table_of_what_is_missing_names_real_keys_and_holds_their_defaults()
         for value in allowed:
             changed = EngineConfig.load({section: {name: "none" if value is None else value}})
             assert getattr(getattr(changed, section), name) == value
+
+
+def read_somewhere(name):
+    """Say whether any source but the configuration itself reads an attribute of that name."""
+    root = Path(__file__).parents[2]
+    files = [
+        file for bank in ("core", "layouts", "methods", "samplers", "plugins") for file in (root / bank).rglob("*.py")
+    ]
+    return any(re.search(rf"\.{name}\b", file.read_text()) for file in files if file.name != "config.py")
+
+
+def test_no_field_is_dead():
+    """FAULTS Q-08: a key is read by some part of the engine, or refused; the twin is a key that nobody reads."""
+    keys = [f"{s}.{f.name}" for s in sorted(SECTIONS) for f in attrs.fields(type(getattr(EngineConfig(), s)))]
+    assert [key for key in keys if key not in UNAVAILABLE and not read_somewhere(key.split(".")[1])] == []
+    assert not read_somewhere("key_that_nobody_reads")
