@@ -54,9 +54,7 @@ class BoundModel:
 
     def open_caches(self, *, slots: int, window: int) -> list[BatchCache]:
         """Return one cache per layer, without rows, as the plain list that models expect."""
-        return [
-            layer.layout.open(layer.info, layer.options, slots=slots, window=window) for layer in self.layers
-        ]
+        return [layer.layout.open(layer.info, layer.options, slots=slots, window=window) for layer in self.layers]
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
@@ -78,20 +76,46 @@ class BoundModel:
     def explain(self) -> list[dict[str, str]]:
         """Return the composition line by line: what was chosen where, and why."""
         lines = [
-            {"part": f"layer {layer.info.path}", "kind": layer.info.kind, "choice": layer.layout.name,
-             "detail": _geometry(layer.info), "reason": layer.reason}
+            {
+                "part": f"layer {layer.info.path}",
+                "kind": layer.info.kind,
+                "choice": layer.layout.name,
+                "detail": _geometry(layer.info),
+                "reason": layer.reason,
+            }
             for layer in self.layers
         ]
         settings = self.config.scheduler
         lines += [
             {"part": "method", "kind": "", "choice": self.method, "detail": "", "reason": self.method_reason},
-            {"part": "samplers", "kind": "", "choice": ", ".join(s.name for s in self.samplers), "detail": "",
-             "reason": "all that are registered; a row takes the first that handles it"},
-            {"part": "policy", "kind": "", "choice": self.policy.name, "detail": "", "reason": "config scheduler.policy"},
-            {"part": "prefill", "kind": "", "choice": f"chunks of {settings.prefill_chunk}",
-             "detail": "tail split" if settings.tail_split else "no tail split", "reason": "config scheduler"},
-            {"part": "state cache", "kind": "", "choice": self.config.state_cache.name, "detail": "",
-             "reason": "config state_cache.name"},
+            {
+                "part": "samplers",
+                "kind": "",
+                "choice": ", ".join(s.name for s in self.samplers),
+                "detail": "",
+                "reason": "all that are registered; a row takes the first that handles it",
+            },
+            {
+                "part": "policy",
+                "kind": "",
+                "choice": self.policy.name,
+                "detail": "",
+                "reason": "config scheduler.policy",
+            },
+            {
+                "part": "prefill",
+                "kind": "",
+                "choice": f"chunks of {settings.prefill_chunk}",
+                "detail": "tail split" if settings.tail_split else "no tail split",
+                "reason": "config scheduler",
+            },
+            {
+                "part": "state cache",
+                "kind": "",
+                "choice": self.config.state_cache.name,
+                "detail": "",
+                "reason": "config state_cache.name",
+            },
         ]
         return lines
 
@@ -186,7 +210,12 @@ def _geometry(info: LayerInfo) -> str:
     if info.parts:
         return "; ".join(f"{part.path}: {part.kind} {_geometry(part)}".strip() for part in info.parts)
     facts: Sequence[tuple[str, object]] = (
-        ("heads", info.kv_heads), ("key size", info.key_dim), ("value size", info.value_dim),
-        ("window", info.window), ("keep", info.keep), ("chunk", info.chunk), ("slots", info.slots),
+        ("heads", info.kv_heads),
+        ("key size", info.key_dim),
+        ("value size", info.value_dim),
+        ("window", info.window),
+        ("keep", info.keep),
+        ("chunk", info.chunk),
+        ("slots", info.slots),
     )
     return ", ".join(f"{name} {value}" for name, value in facts if value)

@@ -42,6 +42,8 @@ class Driver:
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.mutex = threading.Condition()
+        self.signals = 0
+        """Counts what other threads asked for; who sleeps compares it, so no wake-up is lost."""
         self.closed = False
         self.held = False
         self.bound = bound
@@ -129,6 +131,18 @@ class Driver:
         """Whether an iteration would find something to do."""
         return bool(self.active or self.preparing or (not self.held and (self.queued or self.tasks)))
 
+    def signal(self) -> None:
+        """Wake whoever sleeps. Legal from any thread."""
+        with self.mutex:
+            self.signals += 1
+            self.mutex.notify_all()
+
+    def sleep(self, seen: int, timeout: float | None = None) -> None:
+        """Wait for a signal after ``seen``, unless there is work; at most ``timeout`` seconds."""
+        with self.mutex:
+            if self.signals == seen and not self.busy and not self.closed:
+                self.mutex.wait(timeout)
+
     # --- one unit of work ------------------------------------------------------------------------------------
 
     def prune(self) -> None:
@@ -165,7 +179,7 @@ class Driver:
             if self.closed:
                 raise EngineClosed
             self._tasks.append((task, settle))
-            self.mutex.notify_all()
+            self.signal()
 
     def run_task(self) -> None:
         """Run one task; its error is its caller's."""

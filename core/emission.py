@@ -6,12 +6,15 @@ import inspect
 from collections.abc import Callable
 
 import attrs
+import structlog
 
 from oarlock.core.contracts.method import Drawn
 from oarlock.core.errors import NonFiniteLogits, RowError
 from oarlock.core.observe import Observers
 from oarlock.core.request import FinishReason, TokenEvent
 from oarlock.core.row import Row
+
+_log = structlog.get_logger(__name__)
 
 
 @attrs.define
@@ -26,8 +29,12 @@ class Emitter:
         """Account one sampled token; False when the row is over. Never raises."""
         if row.over:
             return False
-        if drawn.error is not None:
-            return self._poison(row, drawn.error)
+        fault = drawn.error or row.fault
+        if fault is not None:
+            return self._poison(row, fault)
+        if row.stop_at is not None:
+            row.truncate(row.stop_at)
+            return self.finish(row, FinishReason.STOP)
         if row.cancelled:
             return self.finish(row, FinishReason.CANCELLED)
         if not drawn.finite:
@@ -59,8 +66,7 @@ class Emitter:
         if row.error is not None:
             if row.settle(row.error):
                 self.observers.notify("request_failed", request=row.request, error=row.error)
-                row.done.set()
-                row.publish_end(row.error)
+                self._end(row, None)
             return
         assert row.reason is not None
         tail = row.text.finish() if row.text is not None and row.outcome is None else ""
@@ -69,9 +75,17 @@ class Emitter:
                 request_id=row.id, index=len(row.token_ids), token=None, text=tail, finish_reason=row.reason
             )
             self.observers.notify("request_finished", request=row.request, reason=row.reason, usage=row.usage(now))
-            row.publish(event)
-            row.done.set()
-            row.publish_end(None)
+            self._end(row, event)
+
+    def _end(self, row: Row, last: TokenEvent | None) -> None:
+        """Release whoever waits for a settled row; one that cannot be told any more changes nothing."""
+        row.done.set()
+        try:
+            if last is not None:
+                row.publish(last)
+            row.publish_end(row.error)
+        except Exception as error:  # noqa: BLE001 - the outcome stands whether or not anybody listens
+            _log.warning("consumer_gone", request=row.id, error=repr(error))
 
     def _first(self, row: Row) -> None:
         row.first_token_at = self.clock()

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
+import structlog
 
 from oarlock.core import manager
 from oarlock.core.bind import BoundModel, bind
@@ -24,9 +25,10 @@ from oarlock.core.handle import Handle
 from oarlock.core.intake import admit_request
 from oarlock.core.models import load_model
 from oarlock.core.observe import Observers, StepRecord
-from oarlock.core.request import Request, Result, TokenEvent
+from oarlock.core.request import Request, TokenEvent
 from oarlock.core.scheduler import Scheduler, Turn
 
+_log = structlog.get_logger(__name__)
 Config = EngineConfig | Mapping[str, Any] | str | PathLike[str] | None
 
 
@@ -128,7 +130,7 @@ class Engine:
             if self._driver.closed:
                 raise EngineClosed
             self._driver.queue.push(row)
-            self._driver.mutex.notify_all()
+            self._driver.signal()
         return Handle(self, row)
 
     def generate(self, requests: Sequence[Request], *, return_errors: bool = False) -> list[Any]:
@@ -141,7 +143,7 @@ class Engine:
         waiting = deque(requests)
         while waiting or not all(handle.done for handle in handles):
             self._feed(waiting, handles)
-            self._advance()
+            self._advance(lambda: all(handle.done for handle in handles))
         outcomes = [handle.outcome for handle in handles]
         if not return_errors:
             for outcome in outcomes:
@@ -160,15 +162,15 @@ class Engine:
         try:
             while waiting or not all(handle.done for handle in handles):
                 self._feed(waiting, handles, events.append)
-                self._advance()
+                self._advance(lambda: bool(events) or all(handle.done for handle in handles))
                 while events:
                     yield events.popleft()
         finally:
             for handle in handles:
                 if not handle.done:
                     handle.cancel()
-            while not all(handle.done for handle in handles) and not self._driver.closed:
-                self._advance()
+            while not all(handle.done for handle in handles):
+                self.step()
         for handle in handles:
             handle.result()
 
@@ -187,6 +189,7 @@ class Engine:
         try:
             turn = self._scheduler.iterate(driver)
         except BaseException as error:
+            _log.exception("driver_failed")
             driver.fail_all(error, queued=True)
             raise
         if turn is Turn.CLOSED:
@@ -195,10 +198,18 @@ class Engine:
             self._record(index, before, joined, left)
         return driver.busy
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._driver.closed
+
+    def step_or_sleep(self) -> None:
+        """Step, then sleep until there is something to do: the loop of a thread that only drives."""
+        self._advance(lambda: self._driver.closed)
+
     def wake(self) -> None:
         """Wake whoever waits for work."""
-        with self._driver.mutex:
-            self._driver.mutex.notify_all()
+        self._driver.signal()
 
     kick = wake
 
@@ -255,7 +266,7 @@ class Engine:
         """
         with self._driver.mutex:
             already, self._driver.closed = self._driver.closed, True
-            self._driver.mutex.notify_all()
+            self._driver.signal()
         mine = self._owner in (None, threading.current_thread()) or not self._owner.is_alive()
         if not already and mine:
             self._driver.fail_all(EngineClosed(), queued=True)
@@ -284,14 +295,13 @@ class Engine:
             if self._owner not in (None, threading.current_thread()):
                 done.wait(left)
             else:
-                self._advance(left)
+                self._advance(done.is_set, left)
 
-    def _advance(self, timeout: float | None = None) -> None:
+    def _advance(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         """Step; where nothing can be done, sleep until another thread changes that."""
-        if not self.step():
-            with self._driver.mutex:
-                if not self._driver.busy and self._driver.queued:  # held: only a release can help
-                    self._driver.mutex.wait(timeout)
+        seen = self._driver.signals
+        if not self.step() and not done():
+            self._driver.sleep(seen, timeout)
 
     def _feed(
         self, waiting: deque[Request], handles: list[Handle], events: Callable[[TokenEvent], None] | None = None

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 class ForwardFailed(Exception):
     """Internal: a forward raised while it was built; the caches were put back. Carries its inputs for a retry."""
 
-    def __init__(
-        self, cause: Exception, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]
-    ) -> None:
+    def __init__(self, cause: Exception, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> None:
         super().__init__(str(cause))
         self.cause, self.caches, self.ids, self.widths = cause, caches, ids, widths
 

@@ -19,7 +19,7 @@ from oarlock.core.publication import publish
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
-from oarlock.core.sampling import SamplerGroup, Times
+from oarlock.core.sampling import PendingDraw, SamplerGroup, Times
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -98,7 +98,7 @@ class ExecutionGroup:
         """Close a forward; see `core.forward.settle`."""
         forwards.settle(self.bound, caches, ids, widths, kept)
 
-    def sample(self, logits: mx.array, live: Sequence[bool]) -> Draw:
+    def sample(self, logits: mx.array, live: Sequence[bool]) -> PendingDraw:
         """Sample one token per running row and count it for the live ones."""
         before = time.perf_counter()
         self._samplers.set_rows(self._rows)

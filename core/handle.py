@@ -38,6 +38,11 @@ class Handle:
         self._row.cancelled = True
         self._engine.wake()
 
+    def interrupt(self, *, fault: BaseException | None = None, stop_at: int | None = None) -> None:
+        """Reject the row with ``fault``, or end it after ``stop_at`` delivered tokens, at its next one."""
+        self._row.fault, self._row.stop_at = fault, stop_at
+        self._engine.wake()
+
     def result(self, timeout: float | None = None) -> Result:
         """Return the result, or raise the row's own error.
 

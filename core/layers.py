@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn import Embedding, QuantizedEmbedding
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -31,17 +31,13 @@ class ModelFacts:
     scores: int
 
 
-def evaluate(model: nn.Module) -> None:
+def evaluate(model: Any) -> None:
     """Evaluate every array of a model, private ones such as rope tables included.
 
     A lazy array belongs to the thread that made it, and an engine may run on another.
     """
-    arrays: list[mx.array] = []
-    for module in model.modules():
-        for value in (*vars(module).values(), *module.values()):
-            if isinstance(value, mx.array):
-                arrays.append(value)
-    mx.eval(arrays)
+    values = (value for module in model.modules() for value in (*vars(module).values(), *module.values()))
+    mx.eval([value for value in values if isinstance(value, mx.array)])
 
 
 def read(model: Any) -> ModelFacts:
@@ -100,15 +96,13 @@ def _info(index: int, path: str, cache: Any, seen: dict[int, tuple[mx.array, mx.
     )
 
 
-def _embedding_rows(model: nn.Module, scores: int) -> int:
+def _embedding_rows(model: Any, scores: int) -> int:
     """Return the rows of the token embedding: MLX reads beyond them without an error.
 
     Among several embeddings (positions have one too in some models) the one as long as the scores are wide is it,
     else the longest.
     """
     rows = [
-        int(module.weight.shape[0])
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+        int(module.weight.shape[0]) for module in model.modules() if isinstance(module, Embedding | QuantizedEmbedding)
     ]
     return scores if not rows or scores in rows else max(rows)

@@ -13,6 +13,7 @@ import structlog
 
 from oarlock.core import forward as forwards
 from oarlock.core.contracts.layout import BatchCache
+from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.group import ExecutionGroup, Forwarded, compacted
 from oarlock.core.planner import Chunk, plan, shared_width
@@ -157,9 +158,7 @@ class PrefillCohort:
         if chunk.snapshot:
             each.snapshot = None
             tokens = each.row.prompt_ids[: chunk.end]
-            publish(
-                self._store, self._bound.identity, self._caches, self._preparing.index(each), each.row, tokens
-            )
+            publish(self._store, self._bound.identity, self._caches, self._preparing.index(each), each.row, tokens)
 
     def _complete(self, finals: Sequence[Preparing], logits: mx.array) -> None:
         """Sample, deliver and hand over the rows whose prompt is done; ``logits`` are [rows, width, V]."""
@@ -191,7 +190,7 @@ class PrefillCohort:
         alone = len(rows) == 1 and not self._group.rows and not rows[0].over
         return alone and settings.pipeline and not settings.early_first_token and rows[0].request.constraint is None
 
-    def _hand_over(self, finals: Sequence[Preparing], first: object) -> None:
+    def _hand_over(self, finals: Sequence[Preparing], first: Draw | None) -> None:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
         for each in finals:
             row, place = each.row, self._preparing.index(each)
@@ -201,7 +200,7 @@ class PrefillCohort:
                 self._conclude(row)
                 continue
             try:
-                self._group.join(row, [cache.take([place]) for cache in self._caches], first)  # type: ignore[arg-type]
+                self._group.join(row, [cache.take([place]) for cache in self._caches], first)
             except Exception as error:  # noqa: BLE001 - a failed merge costs the joiner alone
                 row.error = error
                 self._conclude(row)

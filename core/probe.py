@@ -32,11 +32,12 @@ def probe(bound: BoundModel) -> None:
     solo = mx.concatenate(alone, axis=1).astype(mx.float32)  # (steps, rows, V)
     batch = together.astype(mx.float32)
     spread = mx.max(solo) - mx.min(solo)
-    worst = float((mx.max(mx.abs(solo - batch)) / mx.maximum(spread, 1e-6)).item())
+    worst: float = (mx.max(mx.abs(solo - batch)) / mx.maximum(spread, 1e-6)).item()  # type: ignore[assignment]
     allowed = _TOLERANCE.get(str(together.dtype).rpartition(".")[2], _TOLERANCE["bfloat16"])
     if not worst <= allowed:
         raise ModelNotBatchable(
-            bound.model_type, f"scores of a row beside another differ by {worst:.2g} of their spread (at most {allowed})"
+            bound.model_type,
+            f"scores of a row beside another differ by {worst:.2g} of their spread (at most {allowed})",
         )
 
 

@@ -117,7 +117,8 @@ def _tokens(value: Sequence[int] | None) -> tuple[int, ...] | None:
     ids = tuple(value.tolist() if hasattr(value, "tolist") else value)
     for position, token in enumerate(ids):
         if not _whole(token):
-            raise errors.InvalidParameter(f"prompt_ids[{position}]", token, "whole numbers")
+            place = f"prompt_ids[{position}]"
+            raise errors.InvalidParameter(place, token, "whole numbers")
     return ids
 
 
@@ -245,8 +246,10 @@ class TokenEvent:
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """What a request cost. Milliseconds are wall time: ``prefill_ms`` from admission to the first token,
-    ``decode_ms`` from there to the end. ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run.
+    """What a request cost.
+
+    Milliseconds are wall time: ``prefill_ms`` from admission to the first token, ``decode_ms`` from there to the end.
+    ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run.
     """
 
     prompt_tokens: int = 0

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_reduce
 
 _SHARE = 0.5
 """The limit is raised where the weights exceed this share of what the device recommends."""
@@ -24,7 +24,7 @@ class Residency:
         self._limit = 0
         if mx.metal.is_available():
             recommended = int(mx.device_info()["max_recommended_working_set_size"])
-            weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
+            weights: int = tree_reduce(lambda total, array: total + array.nbytes, model.parameters(), 0)
             self._limit = recommended if weights > _SHARE * recommended else 0
 
     def __enter__(self) -> Residency:

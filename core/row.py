@@ -51,6 +51,10 @@ class Row:
     reason: FinishReason | None = None
     error: BaseException | None = None
     cancelled: bool = False
+    fault: BaseException | None = None
+    """Set from any thread: reject the row with this at its next token."""
+    stop_at: int | None = None
+    """Set from any thread: the row ended after this many delivered tokens; what came later is taken back."""
     outcome: Result | BaseException | None = None
     events: Callable[[TokenEvent], None] | None = None
     ended: Callable[[BaseException | None], None] | None = None
@@ -101,6 +105,16 @@ class Row:
             usage=self.usage(now),
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
         )
+
+    def truncate(self, tokens: int) -> None:
+        """Take delivered tokens back beyond the first ``tokens``; the state covers them, so it is not stored."""
+        taken = len(self.token_ids) - tokens
+        if taken > 0:
+            del self.token_ids[tokens:], self.logprobs[tokens:]
+            self.generated -= taken
+            self.fed_tainted = True
+            if self.text is not None:
+                self.text = self.text.again(self.token_ids)
 
     def settle(self, outcome: Result | BaseException) -> bool:
         """Fix the outcome once. Later calls change nothing and return False."""

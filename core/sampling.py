@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from oarlock.core.contracts.method import Drawn
 from oarlock.core.contracts.sampler import Sampler, SamplerRows
 from oarlock.core.errors import UnsupportedFeature
 from oarlock.core.request import Logprob, SamplingParams
@@ -34,17 +35,6 @@ def choose(samplers: Sequence[Sampler], params: SamplingParams) -> Sampler:
         if sampler.handles(params):
             return sampler
     raise UnsupportedFeature("sampling", f"no registered sampler handles {params!r}")
-
-
-@attrs.frozen
-class Drawn:
-    """One row's sampled token on the host. See `contracts.method.Drawn`."""
-
-    token: int
-    finite: bool = True
-    real: bool = True
-    error: BaseException | None = None
-    logprob: Logprob | None = None
 
 
 @attrs.define
@@ -84,9 +74,7 @@ class PendingDraw:
         self.times.read += time.perf_counter() - before
         return [
             Drawn(token, ok, real, error, logprob)
-            for token, ok, real, error, logprob in zip(
-                tokens, finite, self.real, self.errors, logprobs, strict=True
-            )
+            for token, ok, real, error, logprob in zip(tokens, finite, self.real, self.errors, logprobs, strict=True)
         ]
 
     def keep(self, indices: Sequence[int]) -> None:

@@ -26,21 +26,65 @@ class Turn(Enum):
 class Work(Protocol):
     """The group's side: what there is to do, and how to do one unit of each."""
 
-    closed: bool
-    held: bool
-    active: int
-    preparing: bool
-    preparing_rows: int
-    preparing_tokens: int
-    accepts: bool
-    """The preparation takes more rows."""
-    queued: int
-    head_tokens: int
-    groups: bool
-    """The head can join what runs and prepares now."""
-    tasks: int
-    published: bool
-    """The last preparation advance delivered a token."""
+    @property
+    def closed(self) -> bool:
+        """True once nothing new may start."""
+        ...
+
+    @property
+    def held(self) -> bool:
+        """True while nothing may be admitted."""
+        ...
+
+    @property
+    def active(self) -> int:
+        """Running rows."""
+        ...
+
+    @property
+    def preparing(self) -> bool:
+        """Whether a preparation exists."""
+        ...
+
+    @property
+    def preparing_rows(self) -> int:
+        """Rows of the preparation."""
+        ...
+
+    @property
+    def preparing_tokens(self) -> int:
+        """Prompt tokens of the preparation."""
+        ...
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the preparation takes more rows."""
+        ...
+
+    @property
+    def queued(self) -> int:
+        """Waiting rows."""
+        ...
+
+    @property
+    def head_tokens(self) -> int:
+        """Prompt tokens of the head."""
+        ...
+
+    @property
+    def groups(self) -> bool:
+        """Whether the head can join what runs and prepares now."""
+        ...
+
+    @property
+    def tasks(self) -> int:
+        """Waiting tasks."""
+        ...
+
+    @property
+    def published(self) -> bool:
+        """Whether the last preparation advance delivered a token."""
+        ...
 
     def prune(self) -> None:
         """Drop cancelled rows from the queue."""

@@ -52,7 +52,10 @@ class FullCache:
         return self._starts.array + self._written if self._written else self._starts.array
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None  # noqa: N803 - mlx-lm's name
+        self,
+        N: int,
+        return_array: bool = False,
+        window_size: int | None = None,
     ) -> mx.array | str | None:
         """Return the mask of the coming forward; models ask before the append."""
         return causal(self._starts, N, window_size, return_array)

@@ -71,7 +71,8 @@ class Positions(tuple[int, ...]):
             import mlx.core as mx
 
             self._array = mx.array(list(self), dtype=mx.int32)
-        return self._array
+        array: mx.array = self._array
+        return array
 
     def columns(self, width: int) -> mx.array:
         """Return int32 ``[B, width]``: where each of the next ``width`` tokens of each row is written."""
@@ -79,7 +80,8 @@ class Positions(tuple[int, ...]):
             import mlx.core as mx
 
             self._columns[width] = self.array[:, None] + mx.arange(width, dtype=mx.int32)[None]
-        return self._columns[width]
+        columns: mx.array = self._columns[width]
+        return columns
 
 
 @runtime_checkable

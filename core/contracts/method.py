@@ -8,20 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import attrs
+
+from oarlock.core.request import FinishReason, Logprob
+
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from oarlock.core.config import EngineConfig
     from oarlock.core.contracts.layout import BatchCache
-    from oarlock.core.request import FinishReason, Logprob
     from oarlock.core.row import Row
 
 
 class Draw(Protocol):
     """Tokens sampled but not yet read. Reading it is the one host sync of a step."""
 
-    tokens: mx.array
-    """uint32 ``[B]``, fed to the next forward unread."""
+    @property
+    def tokens(self) -> mx.array:
+        """uint32 ``[B]``, fed to the next forward unread."""
+        ...
 
     def read(self) -> Sequence[Drawn]:
         """Block until the tokens are there and return one `Drawn` per row."""
@@ -32,17 +37,19 @@ class Draw(Protocol):
         ...
 
 
-class Drawn(Protocol):
-    """One row's sampled token on the host."""
+@attrs.frozen
+class Drawn:
+    """One row's sampled token on the host.
+
+    ``finite`` is False where the scores were NaN or all minus infinity: the row must fail. ``real`` is False for a
+    placeholder: the row was not sampled in this step. ``error`` is what the sampler raised for this row alone.
+    """
 
     token: int
-    finite: bool
-    """False where the scores were NaN or all minus infinity: the row must fail."""
-    real: bool
-    """False for a placeholder: the row was not sampled in this step."""
-    error: BaseException | None
-    """What the sampler raised for this row alone, else None."""
-    logprob: Logprob | None
+    finite: bool = True
+    real: bool = True
+    error: BaseException | None = None
+    logprob: Logprob | None = None
 
 
 class MethodHost(Protocol):
@@ -104,8 +111,10 @@ class GroupedMethod(Protocol):
     core removes the guilty row and calls again.
     """
 
-    running_tokens: int
-    """Most target tokens that the next `advance` forwards."""
+    @property
+    def running_tokens(self) -> int:
+        """Most target tokens that the next `advance` forwards."""
+        ...
 
     def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
         """Add a prefilled row: flush first (which can empty the group), then adopt or merge its one-row ``caches``.

@@ -24,9 +24,15 @@ class Counts:
 class Policy(Protocol):
     """Where decode stands between admissions and preparations. Stateless, chosen in the config."""
 
-    name: str
-    coalesce_s: float
-    """A lone running row may go on this long without ending the iteration."""
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        ...
+
+    @property
+    def coalesce_s(self) -> float:
+        """Seconds that a lone running row may go on without ending the iteration."""
+        ...
 
     def ends_after_preparation(self, counts: Counts) -> bool:
         """Return True to end the iteration before decode, so that first tokens are seen early."""

@@ -1,0 +1,269 @@
+"""AsyncEngine: the same engine on a thread of its own, for coroutines. It schedules nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core.engine import Engine
+from oarlock.core.errors import SlowConsumer
+from oarlock.core.handle import Handle
+from oarlock.core.layers import evaluate
+from oarlock.core.request import Request, Result, TokenEvent
+
+MAX_UNREAD = 256
+"""Events that may wait for a consumer before the time it takes is looked at."""
+
+
+class Mailbox:
+    """Events on their way from the driving thread to one consumer on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self.queue: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
+        self._loop = loop
+        self._seconds = seconds
+        self._unread = 0
+        self._taken_at = time.monotonic()
+
+    def put(self, event: TokenEvent) -> None:
+        """Called on the driving thread. Raises `errors.SlowConsumer`, which rejects the event's row alone."""
+        late = time.monotonic() - self._taken_at
+        if event.token is not None and self._unread >= MAX_UNREAD and late > self._seconds:
+            raise SlowConsumer(event.request_id, self._seconds, self._unread)
+        if not self._unread:
+            self._taken_at = time.monotonic()
+        self._unread += 1
+        self._loop.call_soon_threadsafe(self.queue.put_nowait, event)
+
+    def end(self, error: BaseException | None) -> None:
+        """Called on the driving thread once the outcome stands."""
+        self._loop.call_soon_threadsafe(self.queue.put_nowait, error)
+
+    async def take(self) -> TokenEvent | BaseException | None:
+        """Return the next event, or how a row ended."""
+        item = await self.queue.get()
+        if isinstance(item, TokenEvent):
+            self._unread -= 1
+            self._taken_at = time.monotonic()
+        return item
+
+
+@attrs.define(eq=False)
+class AsyncHandle:
+    """One submitted request, awaited instead of waited for."""
+
+    _handle: Handle
+    _ended: asyncio.Future[None]
+    _pump: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._handle.id
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome stands."""
+        return self._handle.done
+
+    def cancel(self) -> None:
+        """End the request at the next safe point with what it has so far."""
+        self._handle.cancel()
+
+    async def result(self) -> Result:
+        """Return the result or raise the row's own error. A cancelled coroutine cancels its request."""
+        try:
+            await asyncio.shield(self._ended)
+        except asyncio.CancelledError:
+            self._handle.cancel()
+            raise
+        if self._pump is not None:
+            await asyncio.shield(self._pump)
+        return self._handle.result()
+
+
+class AsyncEngine:
+    """An engine that a dedicated thread loads, drives and closes; coroutines submit to it and read from it.
+
+    ``consumer_timeout`` (seconds): a consumer that leaves more than `MAX_UNREAD` events waiting and takes none for so
+    long loses its own row. A coroutine ``on_token`` is awaited on the loop that submitted it.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, consumer_timeout: float = 30.0, **options: Any) -> None:
+        """Bind ``model`` on the engine's thread; ``options`` are those of `Engine`. Blocks until it is bound."""
+        evaluate(model)
+        self._start(lambda: Engine(model, tokenizer, **options), consumer_timeout)
+
+    @classmethod
+    async def load(cls, source: str | PathLike[str], *, consumer_timeout: float = 30.0, **options: Any) -> AsyncEngine:
+        """Load and bind on the engine's thread; see `Engine.load`."""
+        self = cls.__new__(cls)
+        await asyncio.to_thread(self._start, lambda: Engine.load(source, **options), consumer_timeout)
+        return self
+
+    def _start(self, make: Callable[[], Engine], consumer_timeout: float) -> None:
+        self._consumer_timeout = consumer_timeout
+        self._pumps: set[asyncio.Task[None]] = set()
+        ready = threading.Event()
+        made: list[Engine | BaseException] = []
+
+        def drive() -> None:
+            try:
+                made.append(make())
+            except BaseException as error:  # noqa: BLE001 - raised where the engine was asked for
+                made.append(error)
+            ready.set()
+            try:
+                if isinstance(made[0], Engine):
+                    _drive(made[0])
+            finally:
+                # mlx 0.32 aborts the process at exit for a thread that ended with streams; remove when it does not
+                mx.clear_streams()
+
+        self._thread = threading.Thread(target=drive, name="oarlock", daemon=True)
+        self._thread.start()
+        ready.wait()
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        self._engine = made[0]
+        self._finalizer = weakref.finalize(self, _shut, self._engine, self._thread)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind; its ``submit``, ``stats``, ``hold`` and ``release`` are legal from any thread."""
+        return self._engine
+
+    async def submit(self, request: Request) -> AsyncHandle:
+        """Queue a request; raises at once what `Engine.submit` raises."""
+        if request.on_token is not None and inspect.iscoroutinefunction(request.on_token):
+            mailbox = Mailbox(asyncio.get_running_loop(), self._consumer_timeout)
+            handle = self._submit(attrs.evolve(request, on_token=None), mailbox)
+            pump = asyncio.create_task(_pump(mailbox, request.on_token, handle))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+            handle._pump = pump
+            return handle
+        return self._submit(request, None)
+
+    def _submit(self, request: Request, mailbox: Mailbox | None) -> AsyncHandle:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def end(error: BaseException | None) -> None:
+            if mailbox is not None:
+                mailbox.end(error)
+            loop.call_soon_threadsafe(_resolve, ended)
+
+        handle = self._engine.submit(request, events=mailbox.put if mailbox is not None else None, ended=end)
+        return AsyncHandle(handle, ended)
+
+    async def generate(self, requests: Sequence[Request], *, return_errors: bool = False) -> list[Any]:
+        """Run requests to their end and return their results in the order given; see `Engine.generate`."""
+        limit = asyncio.Semaphore(self._engine.bound.config.scheduler.max_queued)
+
+        async def run(request: Request) -> Result:
+            async with limit:
+                return await (await self.submit(request)).result()
+
+        outcomes = await asyncio.gather(*map(run, requests), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not return_errors:
+                raise outcome
+        return outcomes
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[TokenEvent]:
+        """Yield the events of ``requests`` as they come; leaving the iterator cancels what still runs."""
+        mailbox = Mailbox(asyncio.get_running_loop(), self._consumer_timeout)
+        handles: list[AsyncHandle] = []
+        failed: BaseException | None = None
+        try:
+            handles.extend(self._submit(request, mailbox) for request in requests)
+            running = len(handles)
+            while running:
+                item = await mailbox.take()
+                if isinstance(item, TokenEvent):
+                    yield item
+                else:
+                    running -= 1
+                    failed = failed or item
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    handle.cancel()
+        if failed is not None:
+            raise failed
+
+    async def run_at_boundary(self, task: Callable[[], Any]) -> Any:
+        """Run ``task`` on the engine's thread between steps and return its value."""
+        return await asyncio.to_thread(self._engine.run_at_boundary(task), None)
+
+    def hold(self) -> None:
+        """Admit nothing more until `release`."""
+        self._engine.hold()
+
+    def release(self) -> None:
+        """End a hold."""
+        self._engine.release()
+
+    def stats(self) -> dict[str, Any]:
+        """Return gauges and counters; see `Engine.stats`."""
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        """Reject what is left, release everything and end the thread. Idempotent."""
+        await asyncio.to_thread(self._finalizer)
+
+    async def __aenter__(self) -> AsyncEngine:
+        """Return the engine."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+
+def _drive(engine: Engine) -> None:
+    """Step until closed, sleeping where nothing can be done. An error of the driver is logged; the next row is served."""
+    while not engine.closed:
+        with contextlib.suppress(Exception):  # every row was rejected with it already, and it is logged
+            engine.step_or_sleep()
+    engine.step()
+
+
+def _shut(engine: Engine, thread: threading.Thread) -> None:
+    """Close the engine and wait for its thread; also when the process ends without a close."""
+    engine.close()
+    thread.join()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _pump(mailbox: Mailbox, on_token: Callable[[TokenEvent], Any], handle: AsyncHandle) -> None:
+    """Await a coroutine consumer for every token, in order; its False ends the row there, its error rejects it."""
+    while isinstance(item := await mailbox.take(), TokenEvent):
+        if item.token is None:
+            continue
+        try:
+            answer = await on_token(item)
+        except Exception as error:  # noqa: BLE001 - a consumer may raise anything; it costs its own row
+            handle._handle.interrupt(fault=error)
+            return
+        if answer is False:
+            handle._handle.interrupt(stop_at=item.index + 1)
+            return
