@@ -135,16 +135,16 @@ class CategoricalRows:
         return scores - mx.log(total), mask
 
     def _cut(self, bits: mx.array, masses: mx.array, device: _Device) -> truncate.Cut | None:
-        """Return what the filters leave, or None when no row has one."""
+        """Return what the filters leave, or None when no row has one. A top_k of V or more is none."""
         size = bits.shape[-1]
-        limit = min(size, max((row.top_k for row in self._drawn), default=0))
-        k = mx.minimum(device.k, size)  # (R, 1)
+        limit = max((row.top_k for row in self._drawn if row.top_k < size), default=0)
+        device = attrs.evolve(device, k=mx.where(device.k < size, device.k, 0))
         cuts, best = [], None
         if limit:
-            cut, best = truncate.top_k(bits, k, limit)
+            cut, best = truncate.top_k(bits, device.k, limit)
             cuts.append(cut)
         if any(row.top_p < 1 for row in self._drawn):
-            cuts.append(self._top_p(bits, masses, best, attrs.evolve(device, k=k)))
+            cuts.append(self._top_p(bits, masses, best, device))
         if any(row.min_p > 0 for row in self._drawn):
             cuts.append(truncate.min_p(device.least, size))
         return functools.reduce(truncate.Cut.intersect, cuts) if cuts else None
@@ -155,7 +155,7 @@ class CategoricalRows:
             return truncate.top_p(bits, bits, device.p, masses.sum(axis=-1, keepdims=True))
         first = mx.arange(best.shape[-1], dtype=mx.int32) < device.k  # (R, limit)
         total = (truncate.masses(best) * first).sum(axis=-1, keepdims=True)  # (R, 1)
-        if all(row.top_k > 0 for row in self._drawn if row.top_p < 1):
+        if all(0 < row.top_k < bits.shape[-1] for row in self._drawn if row.top_p < 1):
             return truncate.top_p(bits, best, device.p, total)
         total = mx.where(device.k > 0, total, masses.sum(axis=-1, keepdims=True))
         return truncate.top_p(bits, bits, device.p, total)
