@@ -1,0 +1,20 @@
+"""The command line: ``oarlock generate | batch | plugins | explain | doctor``, and what plugins add to it.
+
+It decides nothing about generation: every command is a thin driver of the public engine.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the console script and exit with its code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        from oarlock.plugins.cli.app import cli
+        from oarlock.plugins.cli.console import set_up
+
+        set_up()
+        cli(prog_name="oarlock")
+    except KeyboardInterrupt:  # before or after click looks after it
+        sys.exit(130)

@@ -1,0 +1,35 @@
+"""Which plugins the command line blocks: ``OARLOCK_PLUGINS`` and ``--disable-plugin``. The config has its own list."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+ENVIRONMENT = "OARLOCK_PLUGINS"
+_KEY = "oarlock.disabled"
+
+
+def _remember(context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> None:
+    context.meta.setdefault(_KEY, []).extend(names)
+
+
+def disable_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``--disable-plugin``."""
+    return click.option(
+        "--disable-plugin",
+        multiple=True,
+        metavar="NAME",
+        is_eager=True,  # before --help, which lists commands of plugins
+        expose_value=False,
+        callback=_remember,
+        help=f"Do not load a plugin or distribution (repeatable; {ENVIRONMENT}=a,b does the same).",
+    )(command)
+
+
+def blocked() -> tuple[str, ...]:
+    """Return the names that the environment and the flags of this run block."""
+    named = [name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")]
+    return tuple(name for name in (*named, *click.get_current_context().meta.get(_KEY, ())) if name)
