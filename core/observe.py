@@ -11,7 +11,7 @@ import attrs
 import pluggy
 import structlog
 
-from oarlock.core.hookspecs import OBSERVERS
+from oarlock.core.hookspecs import OBSERVERS, hookimpl
 
 log = structlog.get_logger(__name__)
 
@@ -111,14 +111,15 @@ class StepReport:
 
 @attrs.define(eq=False)
 class StepTrace:
-    """Accumulates step times for debugging. Every step counts, with or without a read."""
+    """Accumulates step times for debugging: pass one as a plugin. Every step counts, with or without a read."""
 
     clock: Callable[[], float] = time.perf_counter
     _steps: int = attrs.field(default=0, init=False)
     _sums: dict[str, float] = attrs.field(factory=dict, init=False)
     _ended: float | None = attrs.field(default=None, init=False)
 
-    def add(self, step: StepRecord) -> None:
+    @hookimpl
+    def step_finished(self, step: StepRecord) -> None:
         """Count a step that has just ended."""
         now = self.clock()
         gap = 0.0 if self._ended is None else max(0.0, (now - self._ended) * 1e3 - step.total_ms)

@@ -120,9 +120,10 @@ def test_the_trace_counts_every_step():
     """Steps without a read count too, else build and gap times are inflated; a report resets."""
     ends = iter([0.010, 0.030, 0.050])
     trace = StepTrace(clock=lambda: next(ends))
-    trace.add(StepRecord(index=0, build_ms=4, read_ms=0, emit_ms=0, total_ms=10))
-    trace.add(StepRecord(index=1, build_ms=4, read_ms=6, emit_ms=3, total_ms=14))
-    trace.add(StepRecord(index=2, build_ms=4, read_ms=6, emit_ms=0, total_ms=20))
+    tell = observers(trace)
+    tell.notify("step_finished", step=StepRecord(index=0, build_ms=4, read_ms=0, emit_ms=0, total_ms=10))
+    tell.notify("step_finished", step=StepRecord(index=1, build_ms=4, read_ms=6, emit_ms=3, total_ms=14))
+    tell.notify("step_finished", step=StepRecord(index=2, build_ms=4, read_ms=6, emit_ms=0, total_ms=20))
     report = attrs.asdict(trace.report())
     assert report.pop("steps") == 3
     assert report == pytest.approx({"build_ms": 4, "read_ms": 4, "emit_ms": 1, "gap_ms": 2, "total_ms": 44 / 3})
