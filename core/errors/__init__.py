@@ -1,0 +1,124 @@
+"""The exception tree. It holds no logic: who raises what, and when, is written where it is raised.
+
+OarlockError
+├── RequestError (ValueError)            a request is refused before any state changes
+│   ├── EmptyPrompt, TokenOutOfRange, PromptTooLong, NoTokenizer, NoChatTemplate
+│   ├── InvalidParameter                 ── InvalidMaxTokens, InvalidTemperature, InvalidTopP
+│   ├── UnknownRequestKey                a field that no request has
+│   └── UnsupportedFeature               a field that needs a plugin which is not bound
+├── AdmissionError (RuntimeError)        ── QueueFull, NeverFits
+├── EngineClosed (RuntimeError)
+├── WrongThread (RuntimeError)
+├── RowError (RuntimeError)              one row failed; its neighbours go on ── NonFiniteLogits, SlowConsumer
+├── CompositionError (RuntimeError)      a group fails together though no row fails alone
+├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
+├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable
+├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
+└── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
+                                            ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin, InvalidPlugin
+"""
+
+from oarlock.core.errors.base import OarlockError, did_you_mean
+from oarlock.core.errors.binding import (
+    BindError,
+    ConfigError,
+    InvalidConfigValue,
+    LayoutRefused,
+    LoadError,
+    MissingPackage,
+    ModelNotBatchable,
+    ModelNotFound,
+    NoModelConfig,
+    NotGGUF,
+    UnknownConfigKey,
+    UnreadableConfig,
+    UnsupportedLayer,
+    UnsupportedModel,
+)
+from oarlock.core.errors.plugins import (
+    ApiMismatch,
+    BrokenPlugin,
+    DisabledPlugin,
+    DuplicateName,
+    InvalidPlugin,
+    PluginError,
+    RegistryFrozen,
+    RequirementUnmet,
+    UnknownHook,
+    UnknownName,
+)
+from oarlock.core.errors.requests import (
+    EmptyPrompt,
+    InvalidMaxTokens,
+    InvalidParameter,
+    InvalidTemperature,
+    InvalidTopP,
+    NoChatTemplate,
+    NoTokenizer,
+    PromptTooLong,
+    RequestError,
+    TokenOutOfRange,
+    UnknownRequestKey,
+    UnsupportedFeature,
+)
+from oarlock.core.errors.running import (
+    AdmissionError,
+    CompositionError,
+    EngineClosed,
+    NeverFits,
+    NonFiniteLogits,
+    QueueFull,
+    RowError,
+    SlowConsumer,
+    WrongThread,
+)
+
+__all__ = [
+    "AdmissionError",
+    "ApiMismatch",
+    "BindError",
+    "BrokenPlugin",
+    "CompositionError",
+    "ConfigError",
+    "DisabledPlugin",
+    "DuplicateName",
+    "EmptyPrompt",
+    "EngineClosed",
+    "InvalidConfigValue",
+    "InvalidMaxTokens",
+    "InvalidParameter",
+    "InvalidPlugin",
+    "InvalidTemperature",
+    "InvalidTopP",
+    "LayoutRefused",
+    "LoadError",
+    "MissingPackage",
+    "ModelNotBatchable",
+    "ModelNotFound",
+    "NeverFits",
+    "NoChatTemplate",
+    "NoModelConfig",
+    "NoTokenizer",
+    "NonFiniteLogits",
+    "NotGGUF",
+    "OarlockError",
+    "PluginError",
+    "PromptTooLong",
+    "QueueFull",
+    "RegistryFrozen",
+    "RequestError",
+    "RequirementUnmet",
+    "RowError",
+    "SlowConsumer",
+    "TokenOutOfRange",
+    "UnknownConfigKey",
+    "UnknownHook",
+    "UnknownName",
+    "UnknownRequestKey",
+    "UnreadableConfig",
+    "UnsupportedFeature",
+    "UnsupportedLayer",
+    "UnsupportedModel",
+    "WrongThread",
+    "did_you_mean",
+]

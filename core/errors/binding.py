@@ -1,0 +1,94 @@
+"""Errors of loading a model, of the configuration, and of binding the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from oarlock.core.errors.base import OarlockError, did_you_mean
+
+
+class LoadError(OarlockError):
+    """A model could not be loaded. Attribute ``source``: what was asked for."""
+
+    def __init__(self, source: str, message: str) -> None:
+        self.source = source
+        super().__init__(f"cannot load {source!r}: {message}")
+
+
+class ModelNotFound(LoadError, FileNotFoundError):
+    """Nothing that a loader knows stands under this name."""
+
+
+class NoModelConfig(LoadError, FileNotFoundError):
+    """A model directory has no config.json."""
+
+
+class NotGGUF(LoadError, ValueError):
+    """A file does not begin as a GGUF file does, or ends too soon."""
+
+
+class UnsupportedModel(LoadError, ValueError):
+    """The architecture or a tensor type is not one that the loader reads."""
+
+
+class MissingPackage(LoadError, ImportError):
+    """A package is needed that is not installed; the message says which command installs it."""
+
+
+class BindError(OarlockError, ValueError):
+    """Model, config and plugins do not fit together."""
+
+
+class UnsupportedLayer(BindError):
+    """No layout can hold a layer of the model. Attributes: ``layer`` (path), ``kind``."""
+
+    def __init__(self, layer: str, kind: str, reason: str) -> None:
+        self.layer, self.kind, self.reason = layer, kind, reason
+        super().__init__(f"layer {layer} ({kind}) cannot be batched: {reason}")
+
+
+class LayoutRefused(BindError):
+    """A layout named in the config cannot hold the layer it was named for."""
+
+    def __init__(self, layout: str, layer: str, reason: str) -> None:
+        self.layout, self.layer, self.reason = layout, layer, reason
+        super().__init__(f"layout {layout!r} cannot hold layer {layer}: {reason}")
+
+
+class ModelNotBatchable(BindError):
+    """The bind probe found that rows of different length disturb each other in this model."""
+
+    def __init__(self, model_type: str, reason: str) -> None:
+        self.model_type, self.reason = model_type, reason
+        super().__init__(f"model type {model_type!r} cannot run rows of different length together: {reason}")
+
+
+class ConfigError(OarlockError, ValueError):
+    """The engine configuration is wrong."""
+
+
+class UnknownConfigKey(ConfigError):
+    """A key that no section of the configuration has."""
+
+    def __init__(self, key: str, section: str, known: Iterable[str]) -> None:
+        self.key, self.section, self.known = key, section, tuple(sorted(known))
+        where = f"[{section}]" if section else "the top level"
+        super().__init__(
+            f"unknown config key {key!r} in {where}{did_you_mean(key, self.known)}; known: {', '.join(self.known)}"
+        )
+
+
+class InvalidConfigValue(ConfigError):
+    """A config value has the wrong type or is outside what is allowed."""
+
+    def __init__(self, key: str, got: object, allowed: str) -> None:
+        self.key, self.got, self.allowed = key, got, allowed
+        super().__init__(f"config {key} is {got!r}; allowed: {allowed}")
+
+
+class UnreadableConfig(ConfigError):
+    """A config file cannot be read, or is not TOML."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"cannot read config file {path!r}: {reason}")

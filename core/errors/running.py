@@ -1,0 +1,88 @@
+"""Errors of admission and of rows that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from oarlock.core.errors.base import OarlockError
+
+
+class AdmissionError(OarlockError, RuntimeError):
+    """A valid request was not accepted into the queue."""
+
+
+class QueueFull(AdmissionError):
+    """``max_queued`` requests are already waiting."""
+
+    def __init__(self, queued: int, limit: int) -> None:
+        self.queued, self.limit = queued, limit
+        super().__init__(f"the queue is full: {queued} requests wait and max_queued is {limit}; try again later")
+
+
+class NeverFits(AdmissionError):
+    """The request exceeds a budget even if it ran alone."""
+
+    def __init__(self, what: str, needed: int, available: int) -> None:
+        self.what, self.needed, self.available = what, needed, available
+        super().__init__(f"the request needs {needed} {what} and at most {available} are available, even alone")
+
+
+class EngineClosed(OarlockError, RuntimeError):
+    """The engine was closed; it takes no more work."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is closed: open a new one with Engine.load(...)")
+
+
+class WrongThread(OarlockError, RuntimeError):
+    """A second thread tried to drive an engine: MLX arrays belong to the thread that made them."""
+
+    def __init__(self, owner: str, caller: str) -> None:
+        self.owner, self.caller = owner, caller
+        super().__init__(
+            f"thread {caller!r} cannot step this engine: thread {owner!r} drives it; "
+            "submit and cancel from any thread, step from one"
+        )
+
+
+class RowError(OarlockError, RuntimeError):
+    """One row failed. Attribute ``request_id`` names it."""
+
+    def __init__(self, request_id: str, message: str) -> None:
+        self.request_id = request_id
+        super().__init__(message)
+
+
+class NonFiniteLogits(RowError):
+    """The model's scores for this row are NaN or all minus infinity."""
+
+    def __init__(self, request_id: str, position: int) -> None:
+        self.position = position
+        super().__init__(
+            request_id, f"request {request_id!r}: the scores after position {position} are not finite; row rejected"
+        )
+
+
+class SlowConsumer(RowError):
+    """A consumer of a stream did not keep up within the stated time."""
+
+    def __init__(self, request_id: str, seconds: float, limit: int) -> None:
+        self.seconds, self.limit = seconds, limit
+        super().__init__(
+            request_id,
+            f"request {request_id!r}: its consumer left {limit} events unread for {seconds} s; row rejected",
+        )
+
+
+class CompositionError(OarlockError, RuntimeError):
+    """A step fails for rows together though each of them succeeds alone.
+
+    Attributes: ``request_ids`` of the rows, ``cause`` the error of the joint step.
+    """
+
+    def __init__(self, request_ids: Iterable[str], cause: BaseException) -> None:
+        self.request_ids, self.cause = tuple(request_ids), cause
+        super().__init__(
+            f"{len(self.request_ids)} rows fail together and none fails alone: the model or a layout cannot "
+            f"batch them ({type(cause).__name__}: {cause})"
+        )
