@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -206,7 +205,7 @@ class AsyncEngine:
 
     async def run_at_boundary(self, task: Callable[[], Any]) -> Any:
         """Run ``task`` on the engine's thread between steps and return its value."""
-        return await asyncio.to_thread(self._engine.run_at_boundary(task), None)
+        return await asyncio.to_thread(self._engine.run_at_boundary(task).result)
 
     def hold(self) -> None:
         """Admit nothing more until `release`."""
@@ -228,9 +227,7 @@ class AsyncEngine:
         """Return the engine."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close."""
         await self.close()
 

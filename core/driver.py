@@ -14,6 +14,7 @@ from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
 from oarlock.core.errors import EngineClosed
 from oarlock.core.group import ExecutionGroup
+from oarlock.core.handle import Task
 from oarlock.core.observe import Observers
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.request import FinishReason
@@ -22,8 +23,6 @@ from oarlock.core.row import Row
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
-
-Task = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
 
 
 class Driver:
@@ -173,24 +172,19 @@ class Driver:
             work, self._work = self._work, contextlib.ExitStack()
             work.close()
 
-    def add_task(self, task: Callable[[], Any], settle: Callable[[Any, BaseException | None], None]) -> None:
-        """Queue a task for the next boundary; ``settle`` gets its value or its error, once."""
+    def add_task(self, task: Task) -> None:
+        """Queue a task for the next boundary. Raises `errors.EngineClosed`."""
         with self.mutex:
             if self.closed:
                 raise EngineClosed
-            self._tasks.append((task, settle))
+            self._tasks.append(task)
             self.signal()
 
     def run_task(self) -> None:
         """Run one task; its error is its caller's."""
         with self.mutex:
-            task, settle = self._tasks.popleft()
-        try:
-            value = task()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
-            settle(None, error)
-        else:
-            settle(value, None)
+            task = self._tasks.popleft()
+        task.run()
 
     def admit(self) -> bool:
         """Admit the head; False where it must wait. An error rejects that row and counts as done."""
@@ -233,8 +227,8 @@ class Driver:
         with self.mutex:
             waiting = self.queue.prune(lambda _: True) if queued else []
             tasks, self._tasks = (list(self._tasks), deque()) if queued else ([], self._tasks)
-        for _, settle in tasks:
-            settle(None, error)
+        for task in tasks:
+            task.fail(error)
         preparation, self._preparation = self._preparation, None
         with contextlib.ExitStack() as everything:
             everything.callback(self.release)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +20,10 @@ from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.loader import Tokenizer
 from oarlock.core.driver import Driver
 from oarlock.core.errors import EngineClosed, WrongThread
-from oarlock.core.handle import Handle
+from oarlock.core.handle import Handle, Task
 from oarlock.core.intake import admit_request
 from oarlock.core.models import load_model
-from oarlock.core.observe import Observers, StepRecord
+from oarlock.core.observe import Observers
 from oarlock.core.request import Request, TokenEvent
 from oarlock.core.scheduler import Scheduler, Turn
 
@@ -184,8 +183,8 @@ class Engine:
         self._claim()
         driver = self._driver
         before = time.perf_counter()
-        driver.group.start_record()
-        joined, left, index = driver.group.joined, driver.group.left, next(self._steps)
+        driver.group.log.start()
+        index = next(self._steps)
         try:
             turn = self._scheduler.iterate(driver)
         except BaseException as error:
@@ -195,7 +194,8 @@ class Engine:
         if turn is Turn.CLOSED:
             driver.fail_all(EngineClosed(), queued=True)
         elif turn is Turn.YIELDED and self._observers.wants("step_finished"):
-            self._record(index, before, joined, left)
+            step = driver.group.log.record(index, time.perf_counter() - before)
+            self._observers.notify("step_finished", step=step)
         return driver.busy
 
     @property
@@ -204,14 +204,12 @@ class Engine:
         return self._driver.closed
 
     def step_or_sleep(self) -> None:
-        """Step, then sleep until there is something to do: the loop of a thread that only drives."""
+        """Step, then sleep until there is something to do."""
         self._advance(lambda: self._driver.closed)
 
-    def wake(self) -> None:
+    def kick(self) -> None:
         """Wake whoever waits for work."""
         self._driver.signal()
-
-    kick = wake
 
     def hold(self) -> None:
         """Admit nothing more: what runs and prepares is finished, then the engine is idle until `release`."""
@@ -220,29 +218,13 @@ class Engine:
     def release(self) -> None:
         """End a hold."""
         self._driver.held = False
-        self.wake()
+        self.kick()
 
-    def run_at_boundary(self, task: Callable[[], Any]) -> Callable[[float | None], Any]:
-        """Run ``task`` on the driving thread between steps, one per iteration, under the lock, not while held.
-
-        Returns a function that waits for the task's value (seconds, or None) and raises its error.
-        """
-        done = threading.Event()
-        outcome: list[Any] = [None, None]
-
-        def settle(value: Any, error: BaseException | None) -> None:
-            outcome[:] = [value, error]
-            done.set()
-
-        self._driver.add_task(task, settle)
-
-        def wait(timeout: float | None = None) -> Any:
-            self.wait(done, timeout)
-            if outcome[1] is not None:
-                raise outcome[1]
-            return outcome[0]
-
-        return wait
+    def run_at_boundary(self, task: Callable[[], Any]) -> Task:
+        """Run ``task`` on the driving thread between steps, one per iteration, under the lock, not while held."""
+        queued = Task(self, task)
+        self._driver.add_task(queued)
+        return queued
 
     def stats(self) -> dict[str, Any]:
         """Return gauges and counters: rows, KV bytes, recoveries, and the state cache's own."""
@@ -255,7 +237,6 @@ class Engine:
             "delivered_tokens": driver.emitter.delivered,
             "recoveries": driver.group.recovery.recoveries,
             "retries": driver.group.recovery.retries,
-            "preemptions": 0,
             "state_cache": dict(self._store.stats()),
         }
 
@@ -276,9 +257,7 @@ class Engine:
         """Return the engine."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -319,23 +298,3 @@ class Engine:
             self._owner = me
         elif self._owner is not me:
             raise WrongThread(self._owner.name, me.name)
-
-    def _record(self, index: int, before: float, joined: int, left: int) -> None:
-        group = self._driver.group
-        prefills = [done for done in group.forwards if done.prefill]
-        decodes = [done for done in group.forwards if not done.prefill]
-        times = group.times
-        record = StepRecord(
-            index=index,
-            phase="prefill+decode" if prefills and decodes else "prefill" if prefills else "decode",
-            decode_ids=decodes[-1].ids if decodes else (),
-            prefill_ids=tuple(dict.fromkeys(name for done in prefills for name in done.ids)),
-            prefill_tokens=sum(len(done.ids) * done.width for done in prefills),
-            joined=group.joined - joined,
-            left=group.left - left,
-            build_ms=1e3 * times.build,
-            read_ms=1e3 * times.read,
-            emit_ms=1e3 * times.emit,
-            total_ms=1e3 * (time.perf_counter() - before),
-        )
-        self._observers.notify("step_finished", step=record)

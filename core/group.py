@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import mlx.core as mx
 
 from oarlock.core import forward as forwards
@@ -16,25 +15,17 @@ from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
 from oarlock.core.publication import publish
+from oarlock.core.recording import Forwarded, StepLog
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
-from oarlock.core.sampling import PendingDraw, SamplerGroup, Times
+from oarlock.core.sampling import PendingDraw, SamplerGroup
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
 CLEAR_EVERY = 256
 """Decode advances between two clearings of the allocator's pool."""
-
-
-@attrs.frozen
-class Forwarded:
-    """One forward: whose rows, how wide, and for which side."""
-
-    ids: tuple[str, ...]
-    width: int
-    prefill: bool = attrs.field(kw_only=True)
 
 
 def compacted(survivors: Sequence[int], total: int) -> list[int]:
@@ -56,11 +47,7 @@ class ExecutionGroup:
         self.bound = bound
         self.emitter = emitter
         self.recovery = Recovery(bound)
-        self.joined = 0
-        self.left = 0
-        self.forwards: list[Forwarded] = []
-        """Every forward since `start_record`."""
-        self.times = Times()
+        self.log = StepLog()
         self._store = store
         self._released = released
         self._rows: list[Row] = []
@@ -90,8 +77,8 @@ class ExecutionGroup:
         """Forward and count it; see `core.forward.forward`."""
         before = time.perf_counter()
         logits = forwards.forward(self.bound, caches, ids, widths)
-        self.times.build += time.perf_counter() - before
-        self.forwards.append(Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False))
+        self.log.times.build += time.perf_counter() - before
+        self.log.forwards.append(Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False))
         return logits
 
     def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
@@ -102,8 +89,8 @@ class ExecutionGroup:
         """Sample one token per running row and count it for the live ones."""
         before = time.perf_counter()
         self._samplers.set_rows(self._rows)
-        draw = self._samplers.draw(logits, live, self.times)
-        self.times.build += time.perf_counter() - before
+        draw = self._samplers.draw(logits, live, self.log.times)
+        self.log.times.build += time.perf_counter() - before
         for row, real in zip(self._rows, draw.real, strict=True):
             row.sampled += real
         return draw
@@ -114,7 +101,7 @@ class ExecutionGroup:
         goes_on = self.emitter.emit(row, drawn)
         if not goes_on:
             self._conclude(row)
-        self.times.emit += time.perf_counter() - before
+        self.log.times.emit += time.perf_counter() - before
         return goes_on
 
     def finish(self, row: Row, reason: FinishReason) -> None:
@@ -134,7 +121,7 @@ class ExecutionGroup:
         indices = compacted(survivors, len(self._rows))
         self._method.keep(indices, discard=False)
         self._rows = [self._rows[i] for i in indices]
-        self.left += gone
+        self.log.left += gone
 
     # --- what the driver asks ------------------------------------------------------------------------------
 
@@ -142,11 +129,6 @@ class ExecutionGroup:
     def kv_bytes(self) -> int:
         """Bytes allocated for the running rows."""
         return sum(cache.nbytes for cache in self._method.caches()) if self._method is not None else 0
-
-    def start_record(self) -> None:
-        """Forget the forwards and times of the step before."""
-        self.forwards.clear()
-        self.times = Times()
 
     def use_method(self, name: str) -> None:
         """Open ``name`` unless it is open; the group is empty when it changes."""
@@ -168,7 +150,7 @@ class ExecutionGroup:
         self.flush()
         self._method.join(row, caches, first)
         self._rows.append(row)
-        self.joined += 1
+        self.log.joined += 1
 
     def flush(self) -> None:
         """Read and emit what is in flight; an error fails the running rows."""
@@ -195,7 +177,7 @@ class ExecutionGroup:
     def fail(self, error: BaseException) -> None:
         """Reject every running row with ``error``; nothing of theirs is stored."""
         rows, self._rows = self._rows, []
-        self.left += len(rows)
+        self.log.left += len(rows)
         for row in rows:
             row.error = row.error or (None if row.reason else error)
             self._conclude(row)

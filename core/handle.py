@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from oarlock.core.request import Result
 from oarlock.core.row import Row
@@ -36,12 +38,12 @@ class Handle:
     def cancel(self) -> None:
         """End the request at the next safe point with what it has so far. Legal from any thread, any number of times."""
         self._row.cancelled = True
-        self._engine.wake()
+        self._engine.kick()
 
     def interrupt(self, *, fault: BaseException | None = None, stop_at: int | None = None) -> None:
         """Reject the row with ``fault``, or end it after ``stop_at`` delivered tokens, at its next one."""
         self._row.fault, self._row.stop_at = fault, stop_at
-        self._engine.wake()
+        self._engine.kick()
 
     def result(self, timeout: float | None = None) -> Result:
         """Return the result, or raise the row's own error.
@@ -55,3 +57,34 @@ class Handle:
             raise outcome
         assert outcome is not None
         return outcome
+
+
+class Task:
+    """Work that waits for a boundary between steps."""
+
+    def __init__(self, engine: Engine, work: Callable[[], Any]) -> None:
+        self._engine = engine
+        self._work = work
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, once; called by the driver. An error is its caller's."""
+        try:
+            self._value = self._work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+            self._error = error
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Settle without running."""
+        self._error = error
+        self._done.set()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the work's value or raise its error; waits as `Handle.result` does."""
+        self._engine.wait(self._done, timeout)
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -15,9 +15,10 @@ from oarlock.core import forward as forwards
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
-from oarlock.core.group import ExecutionGroup, Forwarded, compacted
+from oarlock.core.group import ExecutionGroup, compacted
 from oarlock.core.planner import Chunk, plan, shared_width
 from oarlock.core.publication import publish
+from oarlock.core.recording import Forwarded
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
@@ -135,7 +136,7 @@ class PrefillCohort:
         widths = [width] * len(self._preparing)
         logits = forwards.forward(self._bound, self._caches, ids, widths)
         forwards.settle(self._bound, self._caches, ids, widths, widths)
-        self._group.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
+        self._group.log.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
         for each in self._preparing:
             each.position += width
         reached = [each for each in self._preparing if each.chunk is not None and each.position == each.chunk.end]

@@ -15,6 +15,7 @@ import mlx.core as mx
 from oarlock.core.contracts.method import Drawn
 from oarlock.core.contracts.sampler import Sampler, SamplerRows
 from oarlock.core.errors import UnsupportedFeature
+from oarlock.core.recording import Times
 from oarlock.core.request import Logprob, SamplingParams
 from oarlock.core.row import Row
 
@@ -35,15 +36,6 @@ def choose(samplers: Sequence[Sampler], params: SamplingParams) -> Sampler:
         if sampler.handles(params):
             return sampler
     raise UnsupportedFeature("sampling", f"no registered sampler handles {params!r}")
-
-
-@attrs.define
-class Times:
-    """Host seconds of one step: building graphs, waiting for tokens, delivering them."""
-
-    build: float = 0.0
-    read: float = 0.0
-    emit: float = 0.0
 
 
 @attrs.define(kw_only=True)

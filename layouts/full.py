@@ -51,12 +51,7 @@ class FullCache:
             return self._starts[0] + self._written
         return self._starts.array + self._written if self._written else self._starts.array
 
-    def make_mask(
-        self,
-        N: int,
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Return the mask of the coming forward; models ask before the append."""
         return causal(self._starts, N, window_size, return_array)
 
@@ -129,22 +124,21 @@ class FullCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
     def compact(self) -> None:
-        """Cut the buffers to the rows there are and the columns they fill."""
+        """Cut the buffers to the rows there are and the columns they fill; without rows, drop them."""
         if self.keys is None or self.values is None:
             return
-        rows, columns = max(1, self.rows), _round_up(max(self._tokens, default=0) or 1)
-        if (rows, columns) != (self.keys.shape[0], self.keys.shape[2]):
+        rows, columns = self.rows, _round_up(max(self._tokens, default=0) or 1)
+        self._used_slots = min(self._used_slots, rows)
+        if not rows:
+            self.keys = self.values = None
+        elif rows < self.keys.shape[0] or columns < self.keys.shape[2]:
             self.keys = mx.contiguous(self.keys[:rows, :, :columns])
             self.values = mx.contiguous(self.values[:rows, :, :columns])
             mx.eval(self.keys, self.values)
-            self._used_slots = min(self._used_slots, rows)
 
     def add(self, n: int) -> None:
         """Append ``n`` empty rows."""
-        first, count = self.rows, self.rows + n
-        if self.keys is not None:
-            self._reserve_slots(count)
-            self._clear(first, count, 0)
+        self._reserve_slots(self.rows + n, 0)
         self._set_tokens((*self._tokens, *([0] * n)))
 
     def join(self, other: BatchCache, slots: Sequence[int]) -> None:
@@ -157,57 +151,43 @@ class FullCache:
             msg = f"slots are {list(slots)}; the free ones are {list(range(first, count))}"
             raise ValueError(msg)
         columns = max(other.tokens, default=0)
-        if other.keys is not None and other.values is not None and columns:
+        if columns and other.keys is not None and other.values is not None:
             if self.keys is not None and self.keys.dtype != other.keys.dtype:
                 msg = f"rows of dtype {other.keys.dtype} cannot join rows of {self.keys.dtype}"
                 raise ValueError(msg)
             self._reserve = max(self._reserve, count)
             self._reserve_columns(columns, other.keys, other.values)
-            self._reserve_slots(count)
-            self._clear(first, count, columns)
+            self._reserve_slots(count, columns)
             assert self.keys is not None
             assert self.values is not None
             self.keys[first:count, :, :columns] = other.keys[: other.rows, :, :columns]
             self.values[first:count, :, :columns] = other.values[: other.rows, :, :columns]
             self._used_slots = max(self._used_slots, count)
-        elif self.keys is not None:
-            self._reserve_slots(count)
-            self._clear(first, count, 0)
+        else:
+            self._reserve_slots(count, 0)
         self._set_tokens((*self._tokens, *other.tokens))
 
     def take(self, indices: Sequence[int]) -> FullCache:
         """Return rows ``indices`` as a cache of their own: this very one when it is all of them."""
-        if list(indices) == list(range(self.rows)):
-            return self
-        part = FullCache(len(indices))
-        part._set_tokens(tuple(self._tokens[i] for i in indices))
-        columns = max(part._tokens, default=0)
-        if self.keys is not None and self.values is not None and columns:
-            at = mx.array(list(indices), dtype=mx.int32)
-            part.keys = mx.take(self.keys[:, :, :columns], at, axis=0)
-            part.values = mx.take(self.values[:, :, :columns], at, axis=0)
-            part._used_slots = len(indices)
-            mx.async_eval(part.keys, part.values)  # a pending reader of the buffer would make the next append copy it
-        return part
+        return self if list(indices) == list(range(self.rows)) else self._copy(indices)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Make old row ``indices[i]`` the new row i. Blocks once where rows move: MLX copies all of them otherwise."""
         moved = [(new, old) for new, old in enumerate(indices) if new != old]
-        columns = max((self._tokens[old] for _, old in moved), default=0)
-        if moved and columns and self.keys is not None and self.values is not None:
-            source = mx.array([old for _, old in moved], dtype=mx.int32)
+        if moved and self.keys is not None and self.values is not None:
+            part, columns = self._copy([old for _, old in moved]), 0
             target = mx.array([new for new, _ in moved], dtype=mx.int32)
-            keys = mx.take(self.keys[:, :, :columns], source, axis=0)
-            values = mx.take(self.values[:, :, :columns], source, axis=0)
-            mx.eval(keys, values)
-            self.keys[target, :, :columns] = keys
-            self.values[target, :, :columns] = values
+            if part.keys is not None and part.values is not None:
+                mx.eval(part.keys, part.values)
+                columns = part.keys.shape[2]
+                self.keys[target, :, :columns] = part.keys
+                self.values[target, :, :columns] = part.values
+            self._clear(target, columns)  # as in a join
         self._set_tokens(tuple(self._tokens[old] for old in indices))
 
     def extract(self, row: int) -> RowState:
         """Return a dispatched copy of a row's ``[1, H, tokens, D]``."""
-        part = self.take([row]) if self.rows > 1 else self._copy_of(row)
-        tokens = self._tokens[row]
+        part, tokens = self._copy([row]), self._tokens[row]
         arrays = {"keys": part.keys, "values": part.values} if tokens else {}
         return RowState(layout="full", tokens=tokens, arrays=arrays)
 
@@ -221,13 +201,16 @@ class FullCache:
 
     # --- storage ----------------------------------------------------------------------------------------
 
-    def _copy_of(self, row: int) -> FullCache:
-        part = FullCache(1)
-        part._set_tokens((self._tokens[row],))
-        if self.keys is not None and self.values is not None:
-            at = mx.array([row], dtype=mx.int32)
-            part.keys = mx.take(self.keys[:, :, : self._tokens[row]], at, axis=0)
-            part.values = mx.take(self.values[:, :, : self._tokens[row]], at, axis=0)
+    def _copy(self, indices: Sequence[int]) -> FullCache:
+        """Return rows ``indices`` copied. Dispatched: a pending reader makes the next append copy the whole buffer."""
+        part = FullCache(len(indices))
+        part._set_tokens(tuple(self._tokens[i] for i in indices))
+        columns = max(part._tokens, default=0)
+        if self.keys is not None and self.values is not None and columns:
+            at = mx.array(list(indices), dtype=mx.int32)
+            part.keys = mx.take(self.keys[:, :, :columns], at, axis=0)
+            part.values = mx.take(self.values[:, :, :columns], at, axis=0)
+            part._used_slots = len(indices)
             mx.async_eval(part.keys, part.values)
         return part
 
@@ -246,22 +229,24 @@ class FullCache:
             more = _round_up(max(needed, columns + columns // 4)) - columns
             self.keys, self.values = _grow(self.keys, 2, more), _grow(self.values, 2, more)
 
-    def _reserve_slots(self, needed: int) -> None:
-        """Make room for ``needed`` rows, doubling so that joins copy little on average."""
-        assert self.keys is not None
-        assert self.values is not None
-        more = max(needed, 2 * self.keys.shape[0]) - self.keys.shape[0] if needed > self.keys.shape[0] else 0
-        if more:
-            self.keys, self.values = _grow(self.keys, 0, more), _grow(self.values, 0, more)
+    def _reserve_slots(self, needed: int, column: int) -> None:
+        """Make room for ``needed`` rows, doubling so that joins copy little on average, and clear the new ones.
 
-    def _clear(self, first: int, last: int, column: int) -> None:
-        """Zero what earlier rows left in slots from ``column`` on: a stale NaN would spread through a zero weight."""
+        Zero what earlier rows left there from ``column`` on: a stale NaN would spread through a zero weight.
+        """
+        if self.keys is None or self.values is None:
+            return
+        if needed > (slots := self.keys.shape[0]):
+            more = max(needed, 2 * slots) - slots
+            self.keys, self.values = _grow(self.keys, 0, more), _grow(self.values, 0, more)
+        self._clear(slice(self.rows, min(needed, self._used_slots)), column)
+
+    def _clear(self, slots: slice | mx.array, column: int) -> None:
         assert self.keys is not None
         assert self.values is not None
-        last = min(last, self._used_slots)
-        if first < last and column < self.keys.shape[2]:
-            self.keys[first:last, :, column:] = 0
-            self.values[first:last, :, column:] = 0
+        if column < self.keys.shape[2] and not (isinstance(slots, slice) and slots.start >= slots.stop):
+            self.keys[slots, :, column:] = 0
+            self.values[slots, :, column:] = 0
 
 
 def _round_up(columns: int) -> int:

@@ -13,7 +13,7 @@ def causal(starts: Positions, width: int, window: int | None, as_array: bool) ->
     Equal rows get what mlx-lm's serial cache gives: None, "causal" or a boolean ``[width, S]``. Ragged rows get a
     boolean ``[B, 1, width, S]``. ``window`` limits how far back a query looks.
     """
-    if starts.equal and window is None and not as_array:
+    if starts.equal and window is None and (width == 1 or not as_array):
         return None if width == 1 else "causal"
     columns = mx.arange(starts.longest + width)  # (S,)
     if starts.equal:
