@@ -1,0 +1,298 @@
+"""Models kept as mlx-lm keeps them: directories and hub names; and the adapter for Hugging Face tokenizers.
+
+It does not own other file formats (see `oarlock.plugins.gguf`) nor how text is streamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from structlog import get_logger
+
+from oarlock.core import errors, hookimpl
+from oarlock.core.contracts.loader import LoadedModel
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+OARLOCK_API = 1
+
+_log = get_logger(__name__)
+
+DTYPES = ("auto", "stored", "float32", "bfloat16", "float16")
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "model*.safetensors", "tokenizer.model"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "*.tiktoken")
+_WHOLE_FILE = 256 << 20  # bytes: a larger file is sampled by `fingerprint`
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
+
+
+class HFTokenizer:
+    """A transformers tokenizer, or mlx-lm's wrapper around one, as the `Tokenizer` contract wants it.
+
+    ``tokenizer`` is what was wrapped; ``eos_token_ids`` unites what it names with the ids passed in.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        more = getattr(tokenizer, "eos_token_ids", None)  # mlx-lm's set; transformers makes a number up
+        named = [tokenizer.eos_token_id, *(more if isinstance(more, set) else ())]
+        self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids) | eos_ids({"eos_token_id": named})
+        _repair_decoder(getattr(tokenizer, "backend_tokenizer", None))
+
+    def encode(self, text: str) -> list[int]:
+        # verbose=False: the length is checked at submit, against the model and not against the tokenizer's guess.
+        ids = list(self.tokenizer.encode(_well_formed(text), truncation=False, padding=False, verbose=False))
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:  # the text named it and the tokenizer added it
+            del ids[0]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        from jinja2 import TemplateError
+
+        plain = [{key: _well_formed(v) if isinstance(v, str) else v for key, v in m.items()} for m in messages]
+        has_template = getattr(self.tokenizer, "has_chat_template", self.tokenizer.chat_template is not None)
+        if not has_template:
+            raise errors.NoChatTemplate
+        try:
+            ids = self.tokenizer.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = f"its chat template refused them ({one_line(error)})"
+            raise errors.NoChatTemplate(reason) from error
+        if isinstance(ids, Mapping):  # transformers 5 returns a BatchEncoding
+            ids = ids["input_ids"]
+        return [int(token) for token in ids]
+
+
+def eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    """Return every id under ``eos_token_id`` of a config: an int, a list, or either in a nested ``text_config``."""
+    value = config.get("eos_token_id")
+    values = value if isinstance(value, Sequence) else [value]
+    found = frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    nested = config.get("text_config")
+    return found | eos_ids(nested) if isinstance(nested, Mapping) else found
+
+
+def _repair_decoder(backend: Any) -> None:
+    """Give a byte-level tokenizer a byte-level decoder, else its space markers would show in the text."""
+    if backend is None or backend.pre_tokenizer is None:
+        return
+    decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
+    if b'"ByteLevel"' in backend.pre_tokenizer.__getstate__() and b'"ByteLevel"' not in decoder:
+        from tokenizers import decoders
+
+        backend.decoder = decoders.ByteLevel()
+
+
+def _well_formed(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer can encode, by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def weight_dtype(dtype: str, num_parameters: int) -> mx.Dtype | None:
+    """Return what ``dtype`` of the contract means on this machine; None stands for "as stored".
+
+    "auto" on the CPU is float32 where that takes less than three quarters of the memory, since MLX multiplies
+    float32 much faster there than anything smaller.
+    """
+    import mlx.core as mx
+
+    if dtype not in DTYPES:
+        key = "model.dtype"
+        raise errors.InvalidConfigValue(key, dtype, ", ".join(DTYPES))
+    if dtype == "stored" or (dtype == "auto" and mx.default_device().type != mx.DeviceType.cpu):
+        return None
+    if dtype == "auto":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if 4 * num_parameters > memory * 3 // 4:
+            _log.warning("float32_does_not_fit", needed=4 * num_parameters, memory=memory, used="stored")
+            return None
+        return mx.float32
+    found: mx.Dtype = getattr(mx, dtype)
+    return found
+
+
+def evaluate(model: Any) -> None:
+    """Evaluate every array of ``model``, private ones (RoPE frequencies) included.
+
+    A lazy array made on one thread cannot be evaluated on another.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    for module in model.modules():
+        leaves: Any = tree_flatten([*module.values(), *vars(module).values()])
+        mx.eval([leaf for _, leaf in leaves if isinstance(leaf, mx.array)])
+
+
+def fingerprint(paths: Iterable[Path], *facts: str) -> str:
+    """Return a name for the weights in ``paths`` as loaded with ``facts`` (the dtype).
+
+    Hashed are names, sizes and contents. Of a file over 256 MiB: 64 pieces of 1 MiB, evenly spaced, and the time
+    of its last change, so that an edit between two pieces is noticed too.
+    """
+    digest = hashlib.sha256("\0".join(facts).encode())
+    for path in sorted(paths):
+        stat = path.stat()
+        digest.update(f"{path.name}\0{stat.st_size}\0".encode())
+        with path.open("rb") as file:
+            if stat.st_size <= _WHOLE_FILE:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+                continue
+            digest.update(str(stat.st_mtime_ns).encode())
+            for piece in range(_SAMPLES):
+                file.seek(piece * (stat.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _cast(source: str, model: Any, dtype: mx.Dtype) -> Any:
+    """Return ``model`` with dense weights of ``dtype``, but for those that the model keeps as they are."""
+    import mlx.core as mx
+    from mlx.utils import tree_map_with_path
+    from mlx_lm.utils import dequantize_model
+
+    def to(kind: mx.Dtype, keep: Callable[[str], bool]) -> None:
+        def one(path: str, array: mx.array) -> mx.array:
+            return array.astype(kind) if mx.issubdtype(array.dtype, mx.floating) and keep(path) else array
+
+        model.update(tree_map_with_path(one, model.parameters()))
+
+    quantized = [module for module in model.modules() if "scales" in module]
+    if any("global_scale" in module for module in quantized):
+        msg = "its quantized weights have a global scale, which mlx-lm cannot dequantize; load it with dtype 'stored'"
+        raise errors.UnsupportedModel(source, msg)
+    if quantized:
+        to(mx.float32, lambda _path: True)  # scales first: code times scale is then exact
+        model = dequantize_model(model)
+    to(dtype, getattr(model, "cast_predicate", lambda _path: True))
+    return model
+
+
+class MlxLmLoader:
+    """Loads a directory with ``config.json`` and safetensors, or a hub name such as ``org/name``.
+
+    A named dtype makes quantized weights dense; "stored" keeps them. Code that a model brings along is never run.
+    """
+
+    name = "mlx_lm"
+
+    def accepts(self, source: str) -> bool:
+        return (source != "" and Path(source).is_dir()) or _HUB_NAME.fullmatch(source) is not None
+
+    def load(self, source: str, *, dtype: str = "auto") -> LoadedModel:
+        from mlx_lm.utils import get_total_parameters, load_model
+
+        path = _find(source)
+        config = _read_json(source, path / "config.json")
+        weight_dtype(dtype, 0)  # refuse an unknown name before the work
+        try:
+            model, _ = load_model(path, lazy=True)
+            kind = weight_dtype(dtype, get_total_parameters(model))
+            if kind is not None:
+                model = _cast(source, model, kind)
+            evaluate(model)
+        except errors.LoadError:
+            raise
+        except FileNotFoundError as error:
+            msg = f"{path} has a config.json but no model*.safetensors"
+            raise errors.ModelNotFound(source, msg) from error
+        except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
+            msg = f"mlx-lm cannot load it: {one_line(error)}"
+            raise errors.UnsupportedModel(source, msg) from error
+        files = [path / "config.json", *path.glob("model*.safetensors")]
+        return LoadedModel(
+            model=model,
+            tokenizer=_load_tokenizer(source, path, config),
+            identity=fingerprint(files, str(kind)),
+            model_type=config["model_type"],
+            positions=_positions(config),
+        )
+
+
+def _find(source: str) -> Path:
+    path = Path(source)
+    if source and path.is_dir():
+        return path
+    if path.is_file():
+        msg = "it is a file; mlx-lm models are directories"
+        raise errors.ModelNotFound(source, msg)
+    if _HUB_NAME.fullmatch(source) is None:
+        msg = "no such directory, and hub names look like org/name"
+        raise errors.ModelNotFound(source, msg)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        msg = f"no such directory, and the hub does not give it: {one_line(error)}"
+        raise errors.ModelNotFound(source, msg) from error
+
+
+def _read_json(source: str, path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        msg = f"{path.parent} has no config.json"
+        raise errors.NoModelConfig(source, msg) from error
+    except ValueError as error:
+        msg = f"{path} is not JSON: {one_line(error)}"
+        raise errors.NoModelConfig(source, msg) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        msg = f"{path} names no model_type"
+        raise errors.NoModelConfig(source, msg)
+    return config
+
+
+def _load_tokenizer(source: str, path: Path, config: Mapping[str, Any]) -> HFTokenizer | None:
+    if not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        return None
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(path, tokenizer_config_extra={"trust_remote_code": False})
+    except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
+        msg = f"its tokenizer cannot be read: {one_line(error)}"
+        raise errors.UnsupportedModel(source, msg) from error
+    generation = path / "generation_config.json"
+    ends = eos_ids(config)
+    if generation.exists():
+        ends |= eos_ids(json.loads(generation.read_text(encoding="utf-8")))
+    return HFTokenizer(tokenizer, ends)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a sequence; ``n_positions`` is gpt2's name for it."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions"):
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and the text of an error of another library, fit for a message of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+@hookimpl
+def register_loaders(register: Callable[[Any], None]) -> None:
+    """Offer the loader of mlx-lm directories and hub names."""
+    register(MlxLmLoader())
