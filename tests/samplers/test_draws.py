@@ -6,6 +6,7 @@ import pytest
 
 from oarlock.core import SamplingParams
 from oarlock.samplers.categorical import Categorical, _pick
+from oarlock.samplers.greedy import Greedy
 
 DRAWS = 20_000
 
@@ -108,3 +109,19 @@ def test_flat_scores_over_a_large_vocabulary_are_drawn_evenly():
     drawn = np.sort(np.concatenate(tokens)) / size
     places = np.arange(drawn.size) / drawn.size
     assert np.abs(drawn - places).max() < 1.95 / np.sqrt(drawn.size)  # Kolmogorov-Smirnov at 0.1%
+
+
+@pytest.mark.parametrize("name", ["sample", "density"])
+def test_nothing_waits_for_the_device(name):
+    """Tracing refuses whatever has to be read to go on; the trace is not evaluated."""
+    params = [*CASES.values(), SamplingParams()]
+    for sampler in (Categorical(), Greedy()):
+        rows = sampler.open(params)
+        logits, keys = mx.zeros((6, 5000)), mx.zeros((6, 2), dtype=mx.uint32)
+
+        def draw(logits, keys, rows=rows):
+            return rows.sample(logits, keys) if name == "sample" else rows.draw(rows.density(logits), keys)
+
+        assert mx.compile(draw)(logits, keys).shape == (6,)
+    with pytest.raises(ValueError, match="eval"):
+        mx.compile(lambda logits: mx.array(logits.max().item()))(logits)

@@ -1,6 +1,7 @@
 """What the samplers may rely on is refused at the door: in `SamplingParams`, before anything is queued."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,34 +9,38 @@ from oarlock.core import SamplingParams, errors
 from oarlock.samplers import categorical, greedy
 
 
-def test_bias_keys_may_be_integers_or_decimal_strings():
-    """FAULTS M-06; ids beyond the vocabulary are the engine's to refuse, which knows it."""
-    assert SamplingParams(logit_bias={"5": 10}).logit_bias == SamplingParams(logit_bias={5: 10}).logit_bias == {5: 10.0}
+def check_bias(make):
+    """FAULTS M-06: integer keys or decimal strings; others are refused with the key named.
+
+    Ids beyond the vocabulary are the engine's to refuse, which knows it.
+    """
+    assert make(logit_bias={"5": 10}).logit_bias == make(logit_bias={5: 10}).logit_bias == {5: 10.0}
+    for bias in ({"x": 1}, {-1: 1}, {"-1": 1}, {5: "a"}, {5: math.nan}, {5: math.inf}, {True: 1}, {1.5: 1}, {"²": 1}):
+        with pytest.raises(errors.InvalidParameter) as caught:
+            make(logit_bias=bias)
+        assert "logit_bias" in caught.value.name
+        assert str(next(iter(bias))) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "bias", [{"x": 1}, {-1: 1}, {"-1": 1}, {5: "a"}, {5: math.nan}, {5: math.inf}, {True: 1}, {1.5: 1}]
-)
-def test_other_biases_are_refused_with_the_key_named(bias):
-    """FAULTS M-06."""
-    with pytest.raises(errors.InvalidParameter) as caught:
-        SamplingParams(logit_bias=bias)
-    assert "logit_bias" in caught.value.name
-    assert str(next(iter(bias))) in str(caught.value)
+def check_logprobs(make):
+    """FAULTS M-07: a client's number is bounded at the door."""
+    for count in (None, 0, 1, 20):
+        assert make(logprobs=count).logprobs == count
+    for count in (21, 49153, -1, True, 2.0, "3"):
+        with pytest.raises(errors.InvalidParameter) as caught:
+            make(logprobs=count)
+        assert caught.value.name == "logprobs"
 
 
-@pytest.mark.parametrize("count", [None, 0, 1, 20])
-def test_logprobs_up_to_the_limit_are_taken(count):
-    """FAULTS M-07."""
-    assert SamplingParams(logprobs=count).logprobs == count
+@pytest.mark.parametrize("check", [check_bias, check_logprobs])
+def test_fault_is_absent(check):
+    check(SamplingParams)
 
 
-@pytest.mark.parametrize("count", [21, 49153, -1, True, 2.0, "3"])
-def test_other_logprobs_are_refused(count):
-    """FAULTS M-07."""
-    with pytest.raises(errors.InvalidParameter) as caught:
-        SamplingParams(logprobs=count)
-    assert caught.value.name == "logprobs"
+@pytest.mark.parametrize("check", [check_bias, check_logprobs])
+def test_twin_parameters_taken_as_they_come_are_noticed(check):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(SimpleNamespace)
 
 
 @pytest.mark.parametrize(
