@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oarlock.core.contracts.loader import Loader
     from oarlock.core.contracts.method import Method, Proposer
     from oarlock.core.contracts.sampler import Processor, Sampler
-    from oarlock.core.contracts.state_cache import StateCache
+    from oarlock.core.contracts.state_cache import StateCacheFactory
     from oarlock.core.request import FinishReason, Request, Usage
 
 PROJECT = "oarlock"
@@ -80,7 +80,7 @@ def register_loaders(register: Callable[[Loader], None]) -> None:
 
 
 @hookspec
-def register_state_caches(register: Callable[[StateCache], None]) -> None:
+def register_state_caches(register: Callable[[StateCacheFactory], None]) -> None:
     """Called when plugins are collected: call ``register(cache)`` for every state cache."""
 
 

@@ -16,7 +16,7 @@ from oarlock.core.contracts.loader import Loader
 from oarlock.core.contracts.method import Method, Proposer
 from oarlock.core.contracts.policy import Policy
 from oarlock.core.contracts.sampler import Processor, Sampler
-from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.contracts.state_cache import StateCacheFactory
 from oarlock.core.errors import DuplicateName, InvalidPlugin, RegistryFrozen, UnknownName
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Registries:
     policies: Registry[Policy] = attrs.field(factory=lambda: Registry("policy", Policy))
     adapters: Registry[Any] = attrs.field(factory=lambda: Registry("adapter"))
     loaders: Registry[Loader] = attrs.field(factory=lambda: Registry("loader", Loader))
-    state_caches: Registry[StateCache] = attrs.field(factory=lambda: Registry("state_cache"))
+    state_caches: Registry[StateCacheFactory] = attrs.field(factory=lambda: Registry("state_cache", StateCacheFactory))
     commands: Registry[Any] = attrs.field(factory=lambda: Registry("command"))
 
     def __iter__(self) -> Iterator[Registry[Any]]:

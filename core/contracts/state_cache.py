@@ -46,3 +46,13 @@ class StateCache(Protocol):
     def stats(self) -> Mapping[str, Any]:
         """Return counters: hits, misses, entries, bytes."""
         ...
+
+
+class StateCacheFactory(Protocol):
+    """What is registered under a name: it opens one state cache per engine."""
+
+    name: str
+
+    def open(self, bound: Any) -> StateCache:
+        """Return an empty state cache for a bound model (`BoundModel`), whose config says what it may keep."""
+        ...
