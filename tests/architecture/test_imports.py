@@ -11,7 +11,7 @@ ORDER = (
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
     {"planner", "admission", "scheduler"},
-    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "residency"},
+    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
     {"layers", "bind", "attention", "probe", "intake", "driver", "handle", "models"},
     {"engine"},
     {"aio"},
