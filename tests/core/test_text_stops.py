@@ -178,3 +178,13 @@ def test_no_stop_one_stop_and_many_are_taken(stop):
     stream = TextStream(letters, request.stop)
     text = "".join(run(stream, codes("xyza")))
     assert text == ("xyz" if stop else "xyza")
+
+
+def test_a_stream_made_again_goes_on_as_the_first_would_have():
+    """A row that is recomputed has its text rebuilt from its tokens."""
+    first = TextStream(letters, ["abc"], include_stop=True)
+    for token in codes("xyab"):
+        first.push(token)
+    second = first.again(codes("xyab"))
+    assert (second.text, second.stopped) == (first.text, first.stopped) == ("xy", None)
+    assert second.push(ord("c")) == first.push(ord("c")) == "abc"
