@@ -79,6 +79,7 @@ class Emitter:
 
     def _end(self, row: Row, last: TokenEvent | None) -> None:
         """Release whoever waits for a settled row; one that cannot be told any more changes nothing."""
+        row.spans.end()
         row.done.set()
         try:
             if last is not None:
@@ -89,6 +90,7 @@ class Emitter:
 
     def _first(self, row: Row) -> None:
         row.first_token_at = self.clock()
+        row.spans.end("token_zero.total")
         elapsed = row.first_token_at - row.submitted_at
         self.observers.notify("request_first_token", request=row.request, elapsed=elapsed)
 

@@ -23,6 +23,7 @@ from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
+from oarlock.core.tracing import shared
 
 _log = structlog.get_logger(__name__)
 
@@ -70,6 +71,7 @@ class PrefillCohort:
 
     def admit(self, row: Row) -> None:
         """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
+        row.spans.begin("prefill.total", tokens=row.prompt_tokens)
         position, restored = self._restore(row)
         settings = self._settings
         snapshot = self._snapshot(row, position)
@@ -134,15 +136,17 @@ class PrefillCohort:
             [each.row.prompt_ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
         )  # (rows, width)
         widths = [width] * len(self._preparing)
-        logits = forwards.forward(self._bound, self._caches, ids, widths)
-        forwards.settle(self._bound, self._caches, ids, widths, widths)
+        with shared(self.rows, "prefill.forward", width):
+            logits = forwards.forward(self._bound, self._caches, ids, widths)
+            forwards.settle(self._bound, self._caches, ids, widths, widths)
         self._group.log.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
         for each in self._preparing:
             each.position += width
         reached = [each for each in self._preparing if each.chunk is not None and each.position == each.chunk.end]
         finals = [each for each in reached if each.chunk is not None and each.chunk.final]
         if len(finals) < len(self._preparing):  # otherwise the first tokens' evaluation covers the caches
-            mx.eval([array for cache in self._caches for array in cache.arrays()])
+            with shared(self.rows, "prefill.evaluate", width):
+                mx.eval([array for cache in self._caches for array in cache.arrays()])
         ends = bool(finals)
         for each in reached:
             chunk, each.chunk = each.chunk, None
@@ -166,6 +170,8 @@ class PrefillCohort:
         rows = [each.row for each in finals]
         places = [self._preparing.index(each) for each in finals]
         for row in rows:
+            row.spans.end("prefill.total")
+            row.spans.begin("token_zero.total")
             if row.cancelled:
                 row.reason = FinishReason.CANCELLED
         samplers = SamplerGroup(self._bound.samplers, self._settings.vectorised_sampling)

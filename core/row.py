@@ -10,6 +10,7 @@ import attrs
 
 from oarlock.core.request import FinishReason, Logprob, Request, Result, TokenEvent, Usage
 from oarlock.core.text import TextStream
+from oarlock.core.tracing import Spans
 
 if TYPE_CHECKING:
     from oarlock.core.admission import GroupKey
@@ -59,6 +60,10 @@ class Row:
     events: Callable[[TokenEvent], None] | None = None
     ended: Callable[[BaseException | None], None] | None = None
     done: threading.Event = attrs.field(factory=threading.Event)
+    spans: Spans = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.spans = Spans(self.request.trace)
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 # Inside core a file imports from its own rank and the ranks before it.
 ORDER = (
     {"errors", "request"},
-    {"row", "contracts", "config", "text", "values"},
+    {"row", "contracts", "config", "text", "tracing", "values"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
     {"planner", "admission", "scheduler"},
