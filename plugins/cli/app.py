@@ -7,8 +7,11 @@ from typing import Any
 import click
 
 from oarlock.core import manager
+from oarlock.plugins.cli.batch import batch
 from oarlock.plugins.cli.blocking import blocked, disable_option
 from oarlock.plugins.cli.console import note
+from oarlock.plugins.cli.doctor import doctor
+from oarlock.plugins.cli.explain import explain
 from oarlock.plugins.cli.failures import described, one_line_errors
 from oarlock.plugins.cli.generate import generate
 from oarlock.plugins.cli.plugins import plugins
@@ -54,7 +57,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=[generate, plugins],
+    commands=[batch, doctor, explain, generate, plugins],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: oarlock generate smollm2 'Why is the sky blue?'",
 )

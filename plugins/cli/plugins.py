@@ -15,7 +15,8 @@ COLOURS = {"active": "green", "broken": "red", "blocked": "yellow", "off": "dim"
 
 
 @click.command(
-    epilog="Example: oarlock plugins --check, and to run without one of them: OARLOCK_PLUGINS=name oarlock ..."
+    short_help="List the installed plugins.",
+    epilog="Example: oarlock plugins --check, and to run without one of them: OARLOCK_PLUGINS=name oarlock ...",
 )
 @click.option("--check", is_flag=True, help="Import each plugin in a child process; say what it registers.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")

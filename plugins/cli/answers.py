@@ -1,0 +1,133 @@
+"""The file of answers: one JSON object a line, whole lines only, whatever ends the process. It runs nothing.
+
+A record with ``error`` is no answer: a resumed run drops it and asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import click
+
+from oarlock.plugins.cli.console import to_json
+from oarlock.plugins.cli.failures import Failure
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there two runs on one file are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+STDOUT = "-"
+
+
+class Answers:
+    """Opens the file at once, so that a wrong path is noticed before a model is loaded; changes nothing in it yet.
+
+    ``answered``: names that a resumed run need not ask again.
+    """
+
+    def __init__(self, path: str, *, resume: bool, overwrite: bool) -> None:
+        self.path = Path(path)
+        self.answered: set[str] = set()
+        self._overwrite = overwrite
+        self._file: IO[bytes]
+        if path == STDOUT:
+            self._file = sys.stdout.buffer
+            return
+        self._file = self._guarded(self._open, self.path)
+        if resume:
+            self._guarded(self._resume)
+        elif self.path.stat().st_size and not overwrite and self.path.is_file():
+            self._file.close()
+            msg = f"{path} has answers in it: --resume goes on with them, --overwrite drops them"
+            raise Failure(msg)
+
+    def begin(self) -> None:
+        """Drop what is to be overwritten: called when the model is there."""
+        if self._overwrite:
+            self._file.truncate(0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record and flush it."""
+        self._guarded(self._append, f"{to_json(record)}\n".encode())
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._file is not sys.stdout.buffer:
+            self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def _guarded(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            msg = f"cannot write {self.path}: {error.strerror or error}; when that is mended, go on with --resume"
+            raise Failure(msg) from error
+
+    def _open(self, path: Path) -> IO[bytes]:
+        file = path.open("a+b")
+        if fcntl is not None and path.is_file():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                msg = f"another run is writing {path}; wait for it, or name another file"
+                raise Failure(msg) from None
+        return file
+
+    def _resume(self) -> None:
+        """Read what is answered. Where the file holds errors or a torn last line, replace it by one without them."""
+        self._file.seek(0)
+        useless = 0
+        for number, line in enumerate(self._file, 1):
+            name = self._name(number, line)
+            if name is None:
+                useless += 1
+            else:
+                self.answered.add(name)
+        if not useless:
+            return
+        target = self.path.resolve()  # a link stays one
+        part = target.with_name(f"{target.name}.part")
+        part.unlink(missing_ok=True)
+        fresh = self._open(part)
+        self._file.seek(0)
+        fresh.writelines(line for number, line in enumerate(self._file, 1) if self._name(number, line) is not None)
+        fresh.flush()
+        os.fsync(fresh.fileno())
+        shutil.copymode(target, part)
+        part.replace(target)
+        self._file.close()
+        self._file = fresh
+
+    def _name(self, number: int, line: bytes) -> str | None:
+        """Return whom a line answers; None for an error, and for what a crash left of a line."""
+        if not line.endswith(b"\n"):
+            return None
+        try:
+            record = json.loads(line)
+            return None if "error" in record else str(record["id"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            msg = f"line {number} of {self.path} is no answer of `oarlock batch`: is it the right file to resume?"
+            raise Failure(msg) from None
+
+
+def check_paths(source: str, output: str) -> None:
+    """Refuse to read and write one file."""
+    if STDOUT in (source, output) or not (Path(source).exists() and Path(output).exists()):
+        return
+    if Path(source).samefile(output):
+        msg = "IN.jsonl and OUT.jsonl are one file"
+        raise click.UsageError(msg)
