@@ -147,6 +147,12 @@ def test_private_arrays_are_evaluated(directory):
     mx.eval(done[0].model(IDS))
 
 
+def test_its_twin_with_parameters_only_is_caught(directory, monkeypatch):
+    monkeypatch.setattr(models, "evaluate", lambda model: mx.eval(model.parameters()))
+    with pytest.raises(RuntimeError, match="in current thread"):
+        test_private_arrays_are_evaluated(directory)
+
+
 def test_identity_changes_with_weights_and_dtype_and_not_with_the_place(directory, tmp_path):
     loader, path = MlxLmLoader(), directory()
     first = loader.load(str(path)).identity
@@ -272,7 +278,8 @@ def test_a_hub_that_does_not_answer_is_not_found(monkeypatch):
 # --- tokenizers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+EOS_IDS = models.eos_ids
+EOS_CASES = pytest.mark.parametrize(
     ("config", "generation", "ids"),
     [
         ({}, None, {1}),
@@ -284,11 +291,29 @@ def test_a_hub_that_does_not_answer_is_not_found(monkeypatch):
         ({"eos_token_id": 7, "text_config": {"eos_token_id": 8}}, {"eos_token_id": 9}, {1, 7, 8, 9}),
     ],
 )
+
+
+@EOS_CASES
 def test_every_eos_that_any_file_names_is_known(directory, config, generation, ids):
+    """FAULTS N-01."""
     path = directory(**config)
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
     assert MlxLmLoader().load(str(path)).tokenizer.eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "ids"),
+    [
+        (lambda config: frozenset(sorted(EOS_IDS(config))[:1]), {"eos_token_id": [7, 2]}, {1, 2, 7}),
+        (lambda config: EOS_IDS(config | {"text_config": None}), {"text_config": {"eos_token_id": 8}}, {1, 8}),
+    ],
+    ids=["one of a list", "no nesting"],
+)
+def test_its_twins_are_caught(directory, monkeypatch, fault, config, ids):
+    monkeypatch.setattr(models, "eos_ids", fault)
+    with pytest.raises(AssertionError):
+        test_every_eos_that_any_file_names_is_known(directory, config, None, ids)
 
 
 def test_positions_may_stand_in_the_text_config(directory):
@@ -326,8 +351,15 @@ def test_lone_surrogates_become_the_replacement_character():
     "decoder", [decoders.Metaspace(), decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])]
 )
 def test_space_markers_of_byte_level_tokens_never_show(decoder):
+    """FAULTS N-11."""
     tokenizer = HFTokenizer(hf_tokenizer(decoder=decoder))
     assert tokenizer.decode(tokenizer.encode("the user says \u00e9")) == "the user says \u00e9"
+
+
+def test_its_twin_without_the_repair_is_caught(monkeypatch):
+    monkeypatch.setattr(models, "_repair_decoder", lambda _backend: None)
+    with pytest.raises(AssertionError):
+        test_space_markers_of_byte_level_tokens_never_show(decoders.Fuse())
 
 
 def test_a_chat_becomes_ids_with_the_prompt_for_the_answer(directory):
@@ -366,6 +398,7 @@ def test_a_dictionary_of_ids_is_understood():
 )
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_template_that_is_missing_or_refuses_is_one_error(directory, template, messages, wrapped):
+    """FAULTS N-04."""
     if wrapped:
         tokenizer = MlxLmLoader().load(str(directory(template=template))).tokenizer
     else:
@@ -375,3 +408,17 @@ def test_a_template_that_is_missing_or_refuses_is_one_error(directory, template,
     assert isinstance(caught.value, ValueError)
     one_line(caught)
     assert tokenizer.encode("completions still work")
+
+
+def test_its_twin_that_passes_errors_on_is_caught(directory):
+    """Transformers raises a bare ValueError for a missing template, and returns a dictionary for a present one."""
+
+    class Passing:
+        encode = staticmethod(lambda _text: [1])
+
+        def __init__(self, tokenizer):
+            self.apply_chat_template = tokenizer.apply_chat_template
+
+    with pytest.raises(ValueError, match="chat_template is not set"), pytest.raises(errors.NoChatTemplate):
+        Passing(hf_tokenizer()).apply_chat_template(CHAT)
+    assert not isinstance(Passing(hf_tokenizer(template=TEMPLATE)).apply_chat_template(CHAT), list)

@@ -122,6 +122,13 @@ def test_smollm2_over_10000_random_strings(smollm2_path, random_strings):
     compare(built, reference, random_strings(10_000))
 
 
+@pytest.mark.parametrize(("pre", "other"), [("smollm", "gpt-2"), ("gpt-2", "llama-bpe"), ("llama-bpe", "qwen2")])
+def test_the_twin_with_another_word_splitting_is_caught(trained, random_strings, pre, other):
+    built = tokenizer.build("m", facts(trained, other, add_bos_token=False))
+    with pytest.raises(AssertionError):
+        compare(built, Reference(*trained, pre), random_strings(2500, seed=1))
+
+
 def test_control_tokens_are_found_in_text_and_left_out_of_it(trained):
     built = tokenizer.build("m", facts(trained))
     ids = built.encode("<|im_start|>a<|im_end|>")

@@ -86,6 +86,14 @@ def test_ids_and_text_are_sentencepieces(train, random_strings, prefix):
     compare(built, processor, [*random_strings(2500, seed=1), *runs(500)])
 
 
+def test_the_twin_that_ranks_pairs_the_wrong_way_is_caught(train, random_strings):
+    processor = train(add_dummy_prefix=False)
+    metadata = facts(processor)
+    metadata["tokenizer.ggml.scores"] = -metadata["tokenizer.ggml.scores"]
+    with pytest.raises(AssertionError):
+        compare(tokenizer.build("m", metadata), processor, random_strings(500, seed=1))
+
+
 def test_user_defined_pieces_of_spaces_and_lines_are_found_first(train, random_strings):
     pieces = [SPACE * 2, SPACE * 3, "\n", "\n\n", "\n\n\n", "<table>", "\t"]
     processor = train(add_dummy_prefix=False, user_defined_symbols=pieces)
