@@ -18,6 +18,7 @@ from oarlock.core.errors import LayoutRefused, UnsupportedLayer
 from oarlock.core.manager import PluginSet
 from oarlock.core.probe import probe
 from oarlock.core.publication import NullStateCache
+from oarlock.core.sampling import specialised_first
 
 
 @attrs.frozen(kw_only=True)
@@ -93,7 +94,7 @@ class BoundModel:
                 "kind": "",
                 "choice": ", ".join(s.name for s in self.samplers),
                 "detail": "",
-                "reason": "all that are registered; a row takes the first that handles it",
+                "reason": "all that are registered, the specialised first; rows take the first that handles them",
             },
             {
                 "part": "policy",
@@ -147,7 +148,7 @@ def bind(
         config=config,
         plugins=plugins,
         layers=tuple(_bind_layer(info, model, config, plugins) for info in facts.layers),
-        samplers=tuple(plugins.registries.samplers),
+        samplers=specialised_first(plugins.registries.samplers),
         policy=plugins.resolve("policy", config.scheduler.policy),
         method=method,
         method_reason=method_reason,
