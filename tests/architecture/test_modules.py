@@ -77,6 +77,11 @@ def defines(node):
     if isinstance(node, ast.If):
         test = ast.unparse(node.test)
         return "TYPE_CHECKING" in test or "__name__" in test
+    if isinstance(node, ast.Try):  # a module that a platform may lack
+        caught = {ast.unparse(handler.type) if handler.type else "" for handler in node.handlers}
+        return caught == {"ImportError"} and all(
+            map(defines, (*node.body, *(s for h in node.handlers for s in h.body)))
+        )
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return all(isinstance(name, ast.Name) for t in targets for name in getattr(t, "elts", [t]))
@@ -117,6 +122,7 @@ def test_the_library_reads_no_environment_variable(sources):
         "base.attention = mine",
         "for name in names:\n    register(name)",
         "with lock:\n    x = 1",
+        "try:\n    start()\nexcept ImportError:\n    pass",
     ],
 )
 def test_import_time_work_is_found(plant, text):
@@ -125,7 +131,14 @@ def test_import_time_work_is_found(plant, text):
 
 
 @pytest.mark.parametrize(
-    "text", ['"""What it is."""', "A, B = 1, 2", "log = get_logger(__name__)", "if TYPE_CHECKING:\n    import a"]
+    "text",
+    [
+        '"""What it is."""',
+        "A, B = 1, 2",
+        "log = get_logger(__name__)",
+        "if TYPE_CHECKING:\n    import a",
+        "try:\n    import fcntl\nexcept ImportError:\n    fcntl = None",
+    ],
 )
 def test_a_definition_is_no_work(plant, text):
     """The walk refuses no more than it should."""
