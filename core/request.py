@@ -38,6 +38,7 @@ def _require(ok: bool, name: str, got: object, allowed: str) -> None:
 
 
 def _frozen_mapping(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    _require(isinstance(value, Mapping), "extra", value, "mappings")
     return MappingProxyType(dict(value))
 
 
@@ -45,6 +46,7 @@ def _bias(value: Mapping[Any, Any] | None) -> Mapping[int, float] | None:
     """Return the bias with integer keys (JSON has string keys), refusing what is not a token id."""
     if value is None:
         return None
+    _require(isinstance(value, Mapping), "logit_bias", value, "mappings from token ids to numbers")
     bias: dict[int, float] = {}
     for key, amount in value.items():
         text = str(key)
@@ -114,7 +116,9 @@ class SamplingParams:
 def _tokens(value: Sequence[int] | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    ids = tuple(value.tolist() if hasattr(value, "tolist") else value)
+    whole = value.tolist() if hasattr(value, "tolist") else value
+    _require(isinstance(whole, Sequence), "prompt_ids", value, "sequences of whole numbers")
+    ids = tuple(whole)
     for position, token in enumerate(ids):
         if not _whole(token):
             place = f"prompt_ids[{position}]"
@@ -125,6 +129,7 @@ def _tokens(value: Sequence[int] | None) -> tuple[int, ...] | None:
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
+    _require(isinstance(value, Sequence), "stop", value, "non-empty strings, alone or in a list")
     texts = (value,) if isinstance(value, str) else tuple(value)
     for text in texts:
         _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
@@ -134,10 +139,15 @@ def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
 def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
+    _require(isinstance(value, int | Sequence), "stop_token_ids", value, "token ids, alone or in a list")
     ids = (value,) if isinstance(value, int) else tuple(value)
     for token in ids:
         _require(_whole(token) and token >= 0, "stop_token_ids", token, "token ids")
     return ids
+
+
+def _conversation(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
 
 
 @attrs.frozen(kw_only=True)
@@ -178,6 +188,8 @@ class Request:
     def __attrs_post_init__(self) -> None:
         given = [n for n in ("prompt_ids", "prompt", "messages") if getattr(self, n) is not None]
         _require(len(given) == 1, "prompt", given, "exactly one of prompt_ids, prompt, messages")
+        _require(self.prompt is None or isinstance(self.prompt, str), "prompt", self.prompt, "strings")
+        _require(self.messages is None or _conversation(self.messages), "messages", self.messages, "lists of mappings")
         if not (self.max_tokens is None or (_whole(self.max_tokens) and self.max_tokens >= 1)):
             raise errors.InvalidMaxTokens("max_tokens", self.max_tokens, "whole numbers >= 1, or None")
         _require(
@@ -189,6 +201,15 @@ class Request:
         for name in ("prefill_chunk", "checkpoint_interval"):
             value = getattr(self, name)
             _require(value is None or (_whole(value) and value >= 1), name, value, "whole numbers >= 1, or None")
+        for name in ("include_stop", "ignore_eos", "reuse_prefix"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True, False")
+        for name in ("method", "adapter", "session"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), name, value, "strings, or None")
+        _require(isinstance(self.namespace, str) or callable(self.namespace), "namespace", self.namespace, "strings")
+        _require(
+            self.constraint is None or isinstance(self.constraint, Mapping), "constraint", self.constraint, "mappings"
+        )
         _require(_whole(self.priority), "priority", self.priority, "whole numbers")
         _require(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "non-empty strings")
 
@@ -201,7 +222,9 @@ class Request:
         """
         own = {a.name for a in attrs.fields(cls)} - {"on_token", "on_admitted", "trace", "sampling", "inputs"}
         sampling_names = {a.name for a in attrs.fields(SamplingParams)}
-        sampling = dict(fields.get("sampling") or {})
+        inner = fields.get("sampling")
+        _require(inner is None or isinstance(inner, Mapping), "sampling", inner, "mappings of sampling fields")
+        sampling = dict(inner or {})
         mine: dict[str, Any] = {}
         for key, value in fields.items():
             if key == "sampling":

@@ -18,11 +18,6 @@ import click
 from oarlock.plugins.cli.console import to_json
 from oarlock.plugins.cli.failures import Failure
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: there two runs on one file are not noticed
-    fcntl = None  # type: ignore[assignment]
-
 STDOUT = "-"
 
 
@@ -79,7 +74,9 @@ class Answers:
 
     def _open(self, path: Path) -> IO[bytes]:
         file = path.open("a+b")
-        if fcntl is not None and path.is_file():
+        if path.is_file():
+            import fcntl  # not on Windows, where MLX is not either
+
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
