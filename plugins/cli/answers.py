@@ -36,12 +36,15 @@ class Answers:
             self._file = sys.stdout.buffer
             return
         self._file = self._guarded(self._open, self.path)
-        if resume:
-            self._guarded(self._resume)
-        elif self.path.stat().st_size and not overwrite and self.path.is_file():
+        try:
+            if resume:
+                self._guarded(self._resume)
+            elif self.path.stat().st_size and not overwrite and self.path.is_file():
+                msg = f"{path} has answers in it: --resume goes on with them, --overwrite drops them"
+                raise Failure(msg)
+        except BaseException:
             self._file.close()
-            msg = f"{path} has answers in it: --resume goes on with them, --overwrite drops them"
-            raise Failure(msg)
+            raise
 
     def begin(self) -> None:
         """Drop what is to be overwritten: called when the model is there."""
@@ -80,6 +83,7 @@ class Answers:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                file.close()
                 msg = f"another run is writing {path}; wait for it, or name another file"
                 raise Failure(msg) from None
         return file
