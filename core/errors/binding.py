@@ -56,11 +56,11 @@ class LayoutRefused(BindError):
 
 
 class ModelNotBatchable(BindError):
-    """The bind probe found that rows of different length disturb each other in this model."""
+    """The bind probe found that rows disturb each other in this model."""
 
     def __init__(self, model_type: str, reason: str) -> None:
         self.model_type, self.reason = model_type, reason
-        super().__init__(f"model type {model_type!r} cannot run rows of different length together: {reason}")
+        super().__init__(f"model type {model_type!r} cannot run rows together: {reason}")
 
 
 class ConfigError(OarlockError, ValueError):

@@ -1,0 +1,122 @@
+"""What tests of faults share: a model that speaks by script, tiny real models, engines that are closed, planted faults."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from oarlock.core import Request
+from oarlock.core.engine import Engine
+from oarlock.core.testing import models
+
+NAN = -1
+"""A token of a script: the scores there are not numbers."""
+
+
+class Scripted(nn.Module):
+    """Says ``scripts[first token]``, by position, over a real cache: a row that reads another's past says its script.
+
+    Position p of a row answers with token p of its script, so a prompt of n tokens begins at n - 1; where a script is
+    over it repeats. ``before(ids, cache)`` runs at the start of every forward.
+    """
+
+    def __init__(self, scripts, vocabulary=64, before=None):
+        super().__init__()
+        self.layers = [nn.Identity()]
+        self.vocabulary = vocabulary
+        self.before = before
+        self._length = max(map(len, scripts.values()))
+        table = [[0] * self._length for _ in range(vocabulary)]
+        for first, script in scripts.items():
+            table[first] = [script[i % len(script)] for i in range(self._length)]
+        self._table = mx.array(table, dtype=mx.int32)
+
+    def __call__(self, ids, cache):
+        if self.before is not None:
+            self.before(ids, cache[0])
+        width = ids.shape[1]
+        offset = mx.array(cache[0].offset, dtype=mx.int32).reshape(-1, 1)
+        kv = ids.astype(mx.float32)[:, None, :, None]
+        keys, _ = cache[0].update_and_fetch(kv, kv)
+        firsts = keys[:, 0, :1, 0].astype(mx.int32)
+        positions = (offset + mx.arange(width, dtype=mx.int32)) % self._length
+        said = self._table[firsts, positions]
+        logits = 9.0 * (said[..., None] == mx.arange(self.vocabulary)).astype(mx.float32)
+        return mx.where((said == NAN)[..., None], mx.nan, logits)
+
+
+class Words:
+    """A tokenizer of one string a token; ``eos`` ends a turn."""
+
+    def __init__(self, words, eos=()):
+        self.words = dict(words)
+        self.eos_token_ids = frozenset(eos)
+
+    def encode(self, text):
+        return [next(i for i, word in self.words.items() if word == piece) for piece in text.split("|") if piece]
+
+    def decode(self, ids):
+        return "".join(self.words.get(i, f"<{i}>") for i in ids if i not in self.eos_token_ids)
+
+    def apply_chat_template(self, messages):
+        return self.encode("|".join(message["content"] for message in messages))
+
+
+@functools.cache
+def tiny(name="tiny-full"):
+    """A tiny model with random weights, built once."""
+    return models.build(name)
+
+
+def ask(*prompt, n=8, **fields):
+    """A request for ``n`` tokens."""
+    return Request(prompt_ids=prompt, max_tokens=n, **fields)
+
+
+@pytest.fixture
+def bench():
+    """The names above, and `engine`, which closes what it opened."""
+    with contextlib.ExitStack() as stack:
+        yield Bench(stack)
+
+
+class Bench:
+    """See `bench`."""
+
+    Scripted, Words, NAN = Scripted, Words, NAN
+    tiny, ask = staticmethod(tiny), staticmethod(ask)
+    prompts, serial, compare = (staticmethod(f) for f in (models.prompts, models.serial, models.compare))
+
+    def __init__(self, stack):
+        self._stack = stack
+
+    def engine(self, model, tokenizer=None, plugins=(), positions=None, **scheduler):
+        """An engine with these settings of the scheduler, closed at the end of the test."""
+        made = Engine(model, tokenizer, config={"scheduler": scheduler}, plugins=plugins, positions=positions)
+        return self._stack.enter_context(made)
+
+    def run(self, engine, requests):
+        """Tokens of each request run together, or its error."""
+        outcomes = engine.generate(requests, return_errors=True)
+        return [o if isinstance(o, BaseException) else o.token_ids for o in outcomes]
+
+    def alone(self, model, requests, **settings):
+        """Tokens of each request, in an engine that runs one at a time."""
+        return self.run(self.engine(model, **{"max_batch": 1, **settings}), requests)
+
+
+@contextlib.contextmanager
+def must_fail(*also):
+    """The check in here notices the planted fault: by an assertion, or by one of the errors ``also``."""
+    with pytest.raises((AssertionError, pytest.fail.Exception, *also)):
+        yield
+
+
+@pytest.fixture
+def planted():
+    """See `must_fail`."""
+    return must_fail
