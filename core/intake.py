@@ -55,25 +55,21 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
 
 
 def _check_features(request: Request, bound: BoundModel) -> None:
-    """Refuse what no bound plugin provides; nothing is ignored."""
-    registries, plugins = bound.plugins.registries, bound.plugins
+    """Refuse what nothing here does; nothing is ignored.
+
+    Processors and constraints may be registered, but nothing applies them yet: their fields are refused all the same.
+    """
     if request.method is not None:
-        plugins.resolve("method", request.method)
+        bound.plugins.resolve("method", request.method)
     if request.adapter is not None:
-        plugins.resolve("adapter", request.adapter)
-    sampling = request.sampling
-    plain = SamplingParams()
-    wanted = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
-    changed = [name for name in wanted if getattr(sampling, name) != getattr(plain, name)]
-    if changed and not any(processor.handles(sampling) for processor in registries.processors):
-        raise UnsupportedFeature(changed[0], "no registered processor handles it")
-    if request.min_tokens and not len(registries.processors):
-        raise UnsupportedFeature("min_tokens", "no registered processor handles it")
-    if request.constraint is not None and not len(registries.constraints):
-        raise UnsupportedFeature("constraint", "no constraint plugin is installed")
-    for name in ("inputs", "checkpoint_interval"):
-        if getattr(request, name) is not None:
-            raise UnsupportedFeature(name, "this version of oarlock cannot do it")
+        bound.plugins.resolve("adapter", request.adapter)
+    sampling, plain = request.sampling, SamplingParams()
+    of_processors = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
+    changed = [name for name in of_processors if getattr(sampling, name) != getattr(plain, name)]
+    changed += [name for name in ("inputs", "checkpoint_interval", "constraint") if getattr(request, name) is not None]
+    changed += ["min_tokens"] if request.min_tokens else []
+    if changed:
+        raise UnsupportedFeature(changed[0], "this version of oarlock cannot do it")
     choose(bound.samplers, sampling)
 
 
