@@ -65,14 +65,14 @@ def busy(text: str) -> Iterator[None]:
 
 def print_json(value: Any) -> None:
     """Print one line of JSON on stdout."""
-    click.echo(to_json(value))
+    click.echo(to_json(value, sys.stdout.encoding))
 
 
-def to_json(value: Any) -> str:
-    """Return one line of strict JSON: what is not finite becomes null, lone surrogates are escaped."""
+def to_json(value: Any, encoding: str = "utf-8") -> str:
+    """Return one line of strict JSON: what is not finite becomes null; escapes only where ``encoding`` needs them."""
     text = json.dumps(_strict(value), ensure_ascii=False, allow_nan=False)
     try:
-        text.encode()
+        text.encode(encoding)
     except UnicodeEncodeError:
         text = json.dumps(_strict(value), allow_nan=False)
     return text
