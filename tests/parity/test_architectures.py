@@ -1,0 +1,96 @@
+"""Every architecture that binds generates, in any company, exactly what mlx-lm generates alone; the others are refused."""
+
+import pytest
+
+from oarlock.core import Request, SamplingParams
+from oarlock.core.engine import Engine
+from oarlock.core.errors import ModelNotBatchable, UnsupportedLayer
+from oarlock.core.testing import models
+
+EQUAL = (
+    "Klear", "apertus", "deepseek_v2", "ernie4_5", "exaone", "glm", "glm4", "glm4_moe", "gpt2", "granite", "granitemoe",
+    "helium", "hunyuan", "hunyuan_v1_dense", "llama", "llama4_text", "mimo", "minimax", "mixtral", "nanochat",
+    "nemotron", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "seed_oss", "smollm3", "stablelm",
+    "tiny-full",
+)  # fmt: skip
+# Full attention too, but positions of one row are taken for all rows: the bind probe sees it.
+REFUSED_BY_PROBE = ("afm7", "gpt_bigcode")
+# Layers that no layout holds yet, by the first such layer's kind.
+UNHELD = {
+    "rotating": (
+        "cohere2", "exaone_moe", "gemma3n", "gemma4", "gpt_oss", "iquestloopcoder", "laguna", "mimo_v2_flash",
+        "tiny-ring",
+    ),
+    "recurrent": (
+        "bailing_moe_linear", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "mamba",
+        "mamba2", "nemotron_h", "qwen3_5_moe", "qwen3_next", "rwkv7",
+    ),
+    "composite": ("deepseek_v32", "falcon_h1"),
+    "chunked": ("llama4",),
+}  # fmt: skip
+TOKENS = 16
+
+WAYS = {
+    "at once": ({"prefill_chunk": 4}, 0),
+    "staggered, no pipeline": ({"prefill_chunk": 7, "pipeline": False}, 3),
+    "two at a time, first tokens late": ({"max_batch": 2, "early_first_token": False}, 1),
+}
+
+
+def requests_of(prompts, sampling=None):
+    """One row leaves early."""
+    return [
+        Request(prompt_ids=prompt, max_tokens=4 if i == 2 else TOKENS, sampling=sampling or SamplingParams(logprobs=0))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_batched_tokens_equal_the_serial_ones(zoo, arrival, agreement, name):
+    """Five ragged prompts, in three ways of arriving: tokens and scores are those of each prompt alone."""
+    prompts = zoo.prompts(name)
+    serial = zoo.serial(name, prompts, TOKENS)
+    comparison = models.Comparison()
+    for settings, every in WAYS.values():
+        with Engine(zoo.model(name), config={"scheduler": settings}) as engine:
+            results = arrival(engine, requests_of(prompts), every)
+            assert [len(result.token_ids) for result in results] == [16, 16, 4, 16, 16]
+            comparison += agreement(results, serial)
+            assert engine.stats()["recoveries"] == 0
+    print(f"{name}: {comparison}")
+    comparison.check()
+
+
+def test_no_architecture_is_lost(zoo):
+    """Each tiny model stands in exactly one list, and the lists of full attention are complete."""
+    unheld = [name for names in UNHELD.values() for name in names]
+    assert sorted([*EQUAL, *REFUSED_BY_PROBE, *unheld]) == sorted(zoo.names)
+    assert sorted([*EQUAL, *REFUSED_BY_PROBE]) == sorted(zoo.full)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_PROBE)
+def test_a_model_that_mixes_rows_up_is_refused_at_bind(zoo, name):
+    """Not at the first request, and with the reason."""
+    with pytest.raises(ModelNotBatchable) as caught:
+        Engine(zoo.model(name))
+    assert caught.value.model_type == name
+    assert ("differ" if name == "afm7" else "raises") in caught.value.reason
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNHELD.items() for name in names])
+def test_a_model_with_layers_that_nothing_holds_is_refused_at_bind(zoo, kind, name):
+    """The error names the layer and its kind."""
+    with pytest.raises(UnsupportedLayer) as caught:
+        Engine(zoo.model(name, False))
+    assert caught.value.kind == kind
+    first = next(layer for layer in zoo.layers(name) if layer.kind != "full")
+    assert (caught.value.layer, first.kind) == (first.path, kind)
+
+
+def test_the_probe_is_what_refuses(zoo, arrival, agreement):
+    """Without it, such a model binds and gives wrong tokens: the comparison of this file sees them."""
+    prompts = zoo.prompts("afm7")
+    with Engine(zoo.model("afm7"), config={"scheduler": {"verify": False}}) as engine:
+        results = arrival(engine, requests_of(prompts))
+    with pytest.raises(AssertionError):
+        agreement(results, zoo.serial("afm7", prompts, TOKENS))
