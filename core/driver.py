@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oarlock.core.admission import AdmissionQueue, GroupKey, compatible
@@ -23,6 +24,21 @@ from oarlock.core.row import Row
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
+
+
+def attempt_all(attempts: Iterable[Callable[[], object]]) -> None:
+    """Call each, whatever the others raise; then raise the one error there was, or a group of several."""
+    raised: list[BaseException] = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+    if len(raised) == 1:
+        raise raised[0]
+    if raised:
+        msg = "several clean-up steps failed"
+        raise BaseExceptionGroup(msg, raised)
 
 
 class Driver:
@@ -219,8 +235,8 @@ class Driver:
 
     def conclude(self, row: Row) -> None:
         """Settle a row that is over and give its lease back."""
-        self.emitter.conclude(row)
-        self._store.release(row, row.error is None and row.reason is not FinishReason.CANCELLED)
+        if self.emitter.conclude(row):
+            self._store.release(row, row.error is None and row.reason is not FinishReason.CANCELLED)
 
     def fail_all(self, error: BaseException, *, queued: bool) -> None:
         """Reject everything that is owned with ``error``, then release every resource; all are attempted."""
@@ -230,15 +246,13 @@ class Driver:
         for task in tasks:
             task.fail(error)
         preparation, self._preparation = self._preparation, None
-        with contextlib.ExitStack() as everything:
-            everything.callback(self.release)
-            everything.callback(self.group.close_method)
-            for row in waiting:
-                row.error = error
-                everything.callback(self.conclude, row)
-            if preparation is not None:
-                everything.callback(preparation.fail, error)
-            everything.callback(self.group.fail, error)
+        attempts: list[Callable[[], object]] = [partial(self.group.fail, error)]
+        if preparation is not None:
+            attempts.append(partial(preparation.fail, error))
+        for row in waiting:
+            row.error = error
+            attempts.append(partial(self.conclude, row))
+        attempt_all([*attempts, self.group.close_method, self.release])
 
     # --- admission -------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import attrs
 import structlog
@@ -60,31 +62,42 @@ class Emitter:
         row.reason = row.reason or reason
         return False
 
-    def conclude(self, row: Row) -> None:
-        """Settle a row that is over: its result or error, its last event, the observers. Once."""
+    def conclude(self, row: Row) -> bool:
+        """Settle a row that is over: its result or error, its last event, the observers. True the first time only."""
+        if row.outcome is not None:
+            return False
         now = self.clock()
+        try:
+            tail = row.text.finish() if row.text is not None and row.error is None else ""
+        except Exception as error:  # noqa: BLE001 - a tokenizer that cannot decode costs its own row
+            self._poison(row, error)
         if row.error is not None:
-            if row.settle(row.error):
-                self.observers.notify("request_failed", request=row.request, error=row.error)
-                self._end(row, None)
-            return
+            _let_go(row.error)
+            row.settle(row.error)
+            self.observers.notify("request_failed", request=row.request, error=row.error)
+            self._end(row, None)
+            return True
         assert row.reason is not None
-        tail = row.text.finish() if row.text is not None and row.outcome is None else ""
-        if row.settle(row.result(now)):
-            event = TokenEvent(
-                request_id=row.id, index=len(row.token_ids), token=None, text=tail, finish_reason=row.reason
-            )
-            self.observers.notify("request_finished", request=row.request, reason=row.reason, usage=row.usage(now))
-            self._end(row, event)
+        row.settle(row.result(now))
+        event = TokenEvent(request_id=row.id, index=len(row.token_ids), token=None, text=tail, finish_reason=row.reason)
+        self.observers.notify("request_finished", request=row.request, reason=row.reason, usage=row.usage(now))
+        self._end(row, event)
+        return True
 
     def _end(self, row: Row, last: TokenEvent | None) -> None:
         """Release whoever waits for a settled row; one that cannot be told any more changes nothing."""
         row.spans.end()
         row.done.set()
-        try:
+        with self._listening(row):
             if last is not None:
                 row.publish(last)
+        with self._listening(row):
             row.publish_end(row.error)
+
+    @contextlib.contextmanager
+    def _listening(self, row: Row) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # noqa: BLE001 - the outcome stands whether or not anybody listens
             _log.warning("consumer_gone", request=row.id, error=repr(error))
 
@@ -121,3 +134,29 @@ class Emitter:
         row.error = row.error or error
         row.merged = row.fed_tainted = True
         return False
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the ended frames behind an error: who keeps it, or a handle, would keep the caches of its whole batch."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        trace = error.__traceback__
+        frame = trace.tb_frame.f_back if trace is not None else None
+        while frame is not None and _emptied(frame):
+            frame = frame.f_back
+        while trace is not None:
+            _emptied(trace.tb_frame)
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _emptied(frame: FrameType) -> bool:
+    """Drop the locals of a frame; False where it still runs, or may go on."""
+    if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True

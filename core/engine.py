@@ -19,11 +19,12 @@ from oarlock.core.bind import BoundModel, bind
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.loader import Tokenizer
 from oarlock.core.driver import Driver
-from oarlock.core.errors import EngineClosed, WrongThread
+from oarlock.core.errors import EngineClosed, StepInsideStep, WrongThread
 from oarlock.core.handle import Handle, Task
 from oarlock.core.intake import admit_request
 from oarlock.core.models import load_model
 from oarlock.core.observe import Observers
+from oarlock.core.publication import SafeStateCache
 from oarlock.core.request import Request, TokenEvent
 from oarlock.core.scheduler import Scheduler, Turn
 
@@ -69,16 +70,8 @@ class Engine:
         found = manager.build(settings, plugins=plugins)
         loaded = load_model(str(source), settings, found)
         self = cls.__new__(cls)
-        self._start(
-            loaded.model,
-            loaded.tokenizer,
-            settings,
-            found,
-            lock,
-            positions=loaded.positions,
-            identity=loaded.identity,
-            model_type=loaded.model_type,
-        )
+        facts = {"positions": loaded.positions, "identity": loaded.identity, "model_type": loaded.model_type}
+        self._start(loaded.model, loaded.tokenizer, settings, found, lock, **facts)
         return self
 
     def _start(
@@ -93,7 +86,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.bound: BoundModel = bind(model, settings, found, **facts)
         self._observers = Observers(found.manager)
-        self._store = self.bound.open_state_cache()
+        self._store = SafeStateCache(self.bound.open_state_cache())
         self._driver = Driver(self.bound, self._store, self._observers, time.monotonic, lock)
         scheduler = settings.scheduler
         self._scheduler = Scheduler(
@@ -104,6 +97,7 @@ class Engine:
             clock=time.monotonic,
         )
         self._owner: threading.Thread | None = None
+        self._stepping = False
         self._names = itertools.count(1)
         self._steps = itertools.count()
         self._observers.notify("model_bound", plan=self.bound)
@@ -182,20 +176,21 @@ class Engine:
         """
         self._claim()
         driver = self._driver
-        before = time.perf_counter()
+        before, index, self._stepping = time.perf_counter(), next(self._steps), True
         driver.group.log.start()
-        index = next(self._steps)
         try:
             turn = self._scheduler.iterate(driver)
+            if turn is Turn.YIELDED and self._observers.wants("step_finished"):
+                step = driver.group.log.record(index, time.perf_counter() - before)
+                self._observers.notify("step_finished", step=step)
+            if driver.closed:
+                driver.fail_all(EngineClosed(), queued=True)
         except BaseException as error:
             _log.exception("driver_failed")
             driver.fail_all(error, queued=True)
             raise
-        if turn is Turn.CLOSED:
-            driver.fail_all(EngineClosed(), queued=True)
-        elif turn is Turn.YIELDED and self._observers.wants("step_finished"):
-            step = driver.group.log.record(index, time.perf_counter() - before)
-            self._observers.notify("step_finished", step=step)
+        finally:
+            self._stepping = False
         return driver.busy
 
     @property
@@ -243,13 +238,13 @@ class Engine:
     def close(self) -> None:
         """Reject what is left with `errors.EngineClosed` and release everything. Idempotent; legal from any thread.
 
-        Where another thread drives, it does so at its next step; with no driver, or on it, at once.
+        Where another thread drives, it does so at its next step; inside a step, at its end; else at once.
         """
         with self._driver.mutex:
-            already, self._driver.closed = self._driver.closed, True
+            self._driver.closed = True
             self._driver.signal()
         mine = self._owner in (None, threading.current_thread()) or not self._owner.is_alive()
-        if not already and mine:
+        if mine and not self._stepping:
             self._driver.fail_all(EngineClosed(), queued=True)
             mx.clear_cache()
 
@@ -292,9 +287,11 @@ class Engine:
             waiting.popleft()
 
     def _claim(self) -> None:
-        """Make this thread the driver, or raise `errors.WrongThread`. A thread that has ended drives no more."""
+        """Make this thread the driver, or raise `errors.WrongThread`, or `errors.StepInsideStep` within a step."""
         me = threading.current_thread()
         if self._owner is None or not self._owner.is_alive():
             self._owner = me
         elif self._owner is not me:
             raise WrongThread(self._owner.name, me.name)
+        if self._stepping:
+            raise StepInsideStep

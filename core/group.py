@@ -122,6 +122,8 @@ class ExecutionGroup:
         self._method.keep(indices, discard=False)
         self._rows = [self._rows[i] for i in indices]
         self.log.left += gone
+        if not self._rows:
+            self._samplers.set_rows(())
 
     # --- what the driver asks ------------------------------------------------------------------------------
 
@@ -181,15 +183,18 @@ class ExecutionGroup:
         for row in rows:
             row.error = row.error or (None if row.reason else error)
             self._conclude(row)
+        self._samplers.set_rows(())
         if self._method is not None:
             self._method.abort()
 
     def _reject(self, guilty: dict[int, Exception]) -> None:
-        """Reject rows by place and drop them."""
-        for place, error in guilty.items():
-            row = self._rows[place]
-            row.error, row.fed_tainted = error, True
-            self._conclude(row)
+        """Reject rows by place and drop them; first they get what was sampled before, and may be over with it."""
+        rejected = [(self._rows[place], error) for place, error in guilty.items()]
+        self.flush()
+        for row, error in rejected:
+            if not row.over:
+                row.error, row.fed_tainted = error, True
+                self._conclude(row)
         self.retire()
 
     def _publish(self, place: int, row: Row) -> None:
@@ -200,5 +205,5 @@ class ExecutionGroup:
         publish(self._store, self.bound.identity, self._method.caches(), place, row, row.coverage)
 
     def _conclude(self, row: Row) -> None:
-        self.emitter.conclude(row)
-        self._released(row, row.error is None and row.reason is not FinishReason.CANCELLED)
+        if self.emitter.conclude(row):
+            self._released(row, row.error is None and row.reason is not FinishReason.CANCELLED)

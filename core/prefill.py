@@ -12,12 +12,12 @@ import mlx.core as mx
 import structlog
 
 from oarlock.core import forward as forwards
-from oarlock.core.contracts.layout import BatchCache
+from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.group import ExecutionGroup, compacted
 from oarlock.core.planner import Chunk, plan, shared_width
-from oarlock.core.publication import publish
+from oarlock.core.publication import extract, publish, state_key
 from oarlock.core.recording import Forwarded
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
@@ -37,6 +37,7 @@ class Preparing:
     chunk_size: int
     snapshot: int | None = None
     chunk: Chunk | None = None
+    boundary: list[RowState] | None = None
 
 
 class PrefillCohort:
@@ -73,21 +74,10 @@ class PrefillCohort:
         """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
         row.spans.begin("prefill.total", tokens=row.prompt_tokens)
         position, restored = self._restore(row)
-        settings = self._settings
         snapshot = self._snapshot(row, position)
-        place = len(self._preparing)
-        if restored is not None and not place:
-            self._caches = restored
-        elif restored is not None:
-            for cache, other in zip(self._caches, restored, strict=True):
-                cache.join(other, [place])
-        else:
-            if not place:
-                self._caches = self._bound.open_caches(slots=1, window=1)
-            for cache in self._caches:
-                cache.add(1)
+        self._add(restored)
         row.cached_tokens = position
-        size = row.request.prefill_chunk or settings.prefill_chunk
+        size = row.request.prefill_chunk or self._settings.prefill_chunk
         self._preparing.append(Preparing(row, position, size, snapshot))
 
     def advance(self) -> bool:
@@ -97,8 +87,8 @@ class PrefillCohort:
         """
         self.published = False
         self._store.boundary()
-        self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
         try:
+            self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
             self._recovery.run(self._forwards, lambda: self.rows, self._reject)
         except Exception as error:  # noqa: BLE001 - running rows and the queue go on
             self.fail(error)
@@ -161,9 +151,8 @@ class PrefillCohort:
         """Maintain a row at a chunk end: give the allocator's pool back, store a boundary snapshot."""
         mx.clear_cache()
         if chunk.snapshot:
-            each.snapshot = None
-            tokens = each.row.prompt_ids[: chunk.end]
-            publish(self._store, self._bound.identity, self._caches, self._preparing.index(each), each.row, tokens)
+            place, tokens = self._preparing.index(each), each.row.prompt_ids[: chunk.end]
+            each.snapshot, each.boundary = None, extract(self._store, self._caches, place, each.row, tokens)
 
     def _complete(self, finals: Sequence[Preparing], logits: mx.array) -> None:
         """Sample, deliver and hand over the rows whose prompt is done; ``logits`` are [rows, width, V]."""
@@ -191,6 +180,13 @@ class PrefillCohort:
         mx.clear_cache()
         self._hand_over(finals, None)
 
+    def _publish_boundary(self, each: Preparing) -> None:
+        """Store the boundary snapshot of a row whose first token shows that its state is sound."""
+        states, each.boundary = each.boundary, None
+        if states is not None and each.row.error is None and each.row.reason is not FinishReason.CANCELLED:
+            tokens = each.row.prompt_ids[: states[0].tokens]
+            self._store.publish(state_key(self._bound.identity, each.row), list(tokens), states)
+
     def _defers(self, rows: Sequence[Row]) -> bool:
         """Return whether the first token stays unread until the next decode step."""
         settings = self._settings
@@ -201,6 +197,7 @@ class PrefillCohort:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
         for each in finals:
             row, place = each.row, self._preparing.index(each)
+            self._publish_boundary(each)
             if row.over:
                 if row.reason is not None and row.reason is not FinishReason.CANCELLED:
                     publish(self._store, self._bound.identity, self._caches, place, row, row.prompt_ids)
@@ -215,13 +212,32 @@ class PrefillCohort:
 
     # --- membership ---------------------------------------------------------------------------------------
 
+    def _add(self, restored: Sequence[BatchCache] | None) -> None:
+        """Put a row behind the others, empty or restored, on every layer or on none."""
+        place = len(self._preparing)
+        if not place:
+            self._caches = list(restored) if restored is not None else self._bound.open_caches(slots=1, window=1)
+        if not place and restored is not None:
+            return
+        done: list[BatchCache] = []
+        try:
+            for layer, cache in enumerate(self._caches):
+                if restored is None:
+                    cache.add(1)
+                else:
+                    cache.join(restored[layer], [place])
+                done.append(cache)
+        except Exception:
+            for cache in done:
+                cache.keep(range(place))
+            raise
+
     def _restore(self, row: Row) -> tuple[int, list[BatchCache] | None]:
         """Return the restored length and one-row caches, or 0 and None. An error of the store costs the prefix."""
         if not row.request.reuse_prefix or row.prompt_tokens < 2:
             return 0, None
-        key = {"identity": self._bound.identity, "namespace": row.namespace}
         try:
-            found = self._store.lookup(key, row.prompt_ids)
+            found = self._store.lookup(state_key(self._bound.identity, row), row.prompt_ids)
             if found is None:
                 return 0, None
             length, states = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import structlog
 
@@ -48,27 +49,86 @@ class NullStateCache:
         return {}
 
 
+class SafeStateCache:
+    """A state cache whose errors cost the entry, never a row: each is logged and answered as by one without entries.
+
+    `admit` alone may raise: the row can never be admitted.
+    """
+
+    def __init__(self, store: StateCache) -> None:
+        self.name = store.name
+        self.admit = store.admit
+        self._store = store
+        self._nothing = NullStateCache()
+
+    def fits(self, row: Row) -> bool:
+        """Return what `admit` would."""
+        return bool(self._ask("fits", row))
+
+    def release(self, row: Row, completed: bool) -> None:
+        """Give the row's reservation back."""
+        self._ask("release", row, completed)
+
+    def boundary(self) -> None:
+        """Reclaim."""
+        self._ask("boundary")
+
+    def keeps(self, row: Row) -> bool:
+        """Return whether this row's state is wanted."""
+        return bool(self._ask("keeps", row))
+
+    def lookup(self, key: Mapping[str, str], tokens: Sequence[int]) -> tuple[int, Sequence[RowState]] | None:
+        """Return the longest reusable prefix."""
+        found: tuple[int, Sequence[RowState]] | None = self._ask("lookup", key, tokens)
+        return found
+
+    def publish(self, key: Mapping[str, str], tokens: Sequence[int], states: Sequence[RowState]) -> None:
+        """Store states."""
+        self._ask("publish", key, tokens, states)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return counters."""
+        return dict(self._ask("stats"))
+
+    def _ask(self, call: str, *given: Any) -> Any:
+        try:
+            return getattr(self._store, call)(*given)
+        except Exception as error:  # noqa: BLE001 - it is foreign code, maybe a disk or a network
+            _log.warning("state_cache_failed", cache=self.name, call=call, error=repr(error))
+            return getattr(self._nothing, call)(*given)
+
+
+def state_key(identity: str, row: Row) -> dict[str, str]:
+    """Return what besides the tokens decides a row's state."""
+    return {"identity": identity, "adapter": row.key.adapter, "namespace": row.namespace}
+
+
 def publish(
     store: StateCache, identity: str, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]
-) -> bool:
-    """Store the state of the row at ``place`` under exactly ``tokens``; False where it is dropped instead.
+) -> None:
+    """Store the state of the row at ``place`` under exactly ``tokens``, unless `extract` drops it."""
+    states = extract(store, caches, place, row, tokens)
+    if states is not None:
+        store.publish(state_key(identity, row), list(tokens), states)
 
-    Dropped: an unwanted or tainted state, and one that does not cover exactly these tokens on every layer. An error
-    of the store costs the entry, never the row.
+
+def extract(
+    store: StateCache, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]
+) -> list[RowState] | None:
+    """Return the state of the row at ``place`` on every layer, or None where it is dropped.
+
+    Dropped: an unwanted or tainted state, and one that does not cover exactly ``tokens`` on every layer.
     """
     if row.fed_tainted or row.error is not None or not row.request.reuse_prefix or not caches:
-        return False
+        return None
     try:
         if not store.keeps(row):
-            return False
+            return None
         if any(cache.tokens[place] != len(tokens) for cache in caches):
             _log.warning("state_dropped", request=row.id, tokens=len(tokens), held=caches[0].tokens[place])
-            return False
+            return None
         states = [cache.extract(place) for cache in caches]
-        if any(state.tokens != len(tokens) for state in states):
-            return False
-        store.publish({"identity": identity, "namespace": row.namespace}, list(tokens), states)
     except Exception as error:  # noqa: BLE001 - the entry is lost, the row is not
         _log.warning("state_not_stored", request=row.id, error=repr(error))
-        return False
-    return True
+        return None
+    return states if all(state.tokens == len(tokens) for state in states) else None

@@ -15,6 +15,9 @@ from oarlock.core.row import Row
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
+Mark = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tells forwards of one run apart: tokens per row in it, and before it."""
+
 
 @attrs.define
 class Recovery:
@@ -40,22 +43,37 @@ class Recovery:
 
         ``rows()`` are those taking part now; ``reject`` drops guilty ones by place. Raises what is not a forward's.
         """
-        first = True
+        repeated: Mark | None = None
         while rows():
-            try:
-                step()
-            except ForwardFailed as failure:
-                if first:
-                    first = False
-                    self.recoveries += 1
-                    self.retries += 1
-                    continue
-                guilty = self.isolate(failure)
-                if not guilty:
-                    raise CompositionError([row.id for row in rows()], failure.cause) from failure.cause
-                reject(guilty)
-            else:
+            failed = self._attempt(step, rows, repeated)
+            if failed is None:
                 return
+            repeated, guilty = failed
+            if guilty:
+                reject(guilty)
+
+    def _attempt(
+        self, step: Callable[[], None], rows: Callable[[], Sequence[Row]], repeated: Mark | None
+    ) -> tuple[Mark, dict[int, Exception]] | None:
+        """Do ``step``; None where it succeeds, else what failed, and who is guilty where it fails again.
+
+        The failure is this frame's alone: whoever keeps a row's error keeps the frames that still ran at the time.
+        """
+        try:
+            step()
+        except ForwardFailed as error:
+            failure = error.with_traceback(None)
+        else:
+            return None
+        forwarded = (tuple(failure.widths), failure.caches[0].tokens)
+        if forwarded != repeated:  # the first time, or a later forward of a step that went further
+            self.recoveries += 1
+            self.retries += 1
+            return forwarded, {}
+        guilty = self.isolate(failure)
+        if not guilty:
+            raise CompositionError([row.id for row in rows()], failure.cause) from failure.cause
+        return forwarded, guilty
 
     def isolate(self, failure: ForwardFailed) -> dict[int, Exception]:
         """Return the rows, by place, whose part of a failed forward fails alone, each with its error."""
@@ -77,10 +95,10 @@ class Recovery:
     def _try(self, failure: ForwardFailed, places: Sequence[int]) -> Exception | None:
         """Repeat the forward for some rows on copies of their caches; the copies are thrown away."""
         self.retries += 1
-        part = [cache.take(places) for cache in failure.caches]
         ids = failure.ids[mx.array(list(places), dtype=mx.int32)]
+        widths = [failure.widths[i] for i in places]
         try:
-            forward(self.bound, part, ids, [failure.widths[i] for i in places])
+            forward(self.bound, [cache.take(places) for cache in failure.caches], ids, widths)
         except ForwardFailed as again:
             return again.cause
         return None

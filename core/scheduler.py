@@ -141,13 +141,13 @@ class Scheduler:
                 if work.closed:
                     break
                 work.prune()
-            self._admit(work)
+            refused = not self._admit(work)
             before = work.active
             if work.preparing:
                 work.prepare()
                 if self.policy.ends_after_preparation(self._counts(work, before)):
                     return self._yield()
-            if not work.preparing and self._room(work):
+            if not work.preparing and self._room(work) and not refused:  # asking again would be refused again
                 counts = self._counts(work, before)
                 if counts.groups and self.policy.admits_before_decode(counts):
                     continue
@@ -159,10 +159,10 @@ class Scheduler:
             return self._yield()
         return Turn.CLOSED
 
-    def _admit(self, work: Work) -> None:
-        """Start a preparation with the head, then let short prompts join it."""
-        if not work.preparing and self._room(work):
-            work.admit()
+    def _admit(self, work: Work) -> bool:
+        """Start a preparation with the head, then let short prompts join it; False where none could start."""
+        if not work.preparing and self._room(work) and not work.admit():
+            return False
         while (
             work.preparing
             and work.accepts
@@ -171,7 +171,8 @@ class Scheduler:
             and work.preparing_tokens + work.head_tokens <= self.prefill_batch_tokens
         ):
             if not work.admit():
-                return
+                break
+        return True
 
     def _room(self, work: Work) -> bool:
         running = work.active + (work.preparing_rows if work.preparing else 0)

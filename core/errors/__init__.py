@@ -8,7 +8,7 @@ OarlockError
 │   └── UnsupportedFeature               a field that needs a plugin which is not bound
 ├── AdmissionError (RuntimeError)        ── QueueFull, NeverFits
 ├── EngineClosed (RuntimeError)
-├── WrongThread (RuntimeError)
+├── WrongThread, StepInsideStep (RuntimeError)
 ├── RowError (RuntimeError)              one row failed; its neighbours go on ── NonFiniteLogits, SlowConsumer
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
@@ -70,6 +70,7 @@ from oarlock.core.errors.running import (
     QueueFull,
     RowError,
     SlowConsumer,
+    StepInsideStep,
     WrongThread,
 )
 
@@ -110,6 +111,7 @@ __all__ = [
     "RequirementUnmet",
     "RowError",
     "SlowConsumer",
+    "StepInsideStep",
     "TokenOutOfRange",
     "UnknownConfigKey",
     "UnknownHook",

@@ -45,6 +45,16 @@ class WrongThread(OarlockError, RuntimeError):
         )
 
 
+class StepInsideStep(OarlockError, RuntimeError):
+    """A step was asked for by something that a step had called: a consumer, a task, an observer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this engine is inside a step: from a callback submit, cancel, hold, release and close are allowed, "
+            "step, result, generate and stream are not"
+        )
+
+
 class RowError(OarlockError, RuntimeError):
     """One row failed. Attribute ``request_id`` names it."""
 
