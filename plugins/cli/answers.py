@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import click
 
@@ -19,6 +20,9 @@ from oarlock.plugins.cli.console import to_json
 from oarlock.plugins.cli.failures import Failure
 
 STDOUT = "-"
+
+_BEGINNING = b'{"id": '
+"""How every record begins: a torn line that does not is none of ours."""
 
 
 class Answers:
@@ -31,7 +35,7 @@ class Answers:
         self.path = Path(path)
         self.answered: set[str] = set()
         self._overwrite = overwrite
-        self._file: IO[bytes]
+        self._file: Any  # binary, written to only
         if path == STDOUT:
             self._file = sys.stdout.buffer
             return
@@ -48,8 +52,8 @@ class Answers:
 
     def begin(self) -> None:
         """Drop what is to be overwritten: called when the model is there."""
-        if self._overwrite:
-            self._file.truncate(0)
+        if self._overwrite and self.path.is_file():
+            self._guarded(self._file.truncate, 0)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record and flush it."""
@@ -63,7 +67,9 @@ class Answers:
             self._file.close()
 
     def _append(self, line: bytes) -> None:
-        self._file.write(line)
+        rest = memoryview(line)
+        while rest:  # the file is unbuffered: what is written is out, and closing has nothing left to fail with
+            rest = rest[self._file.write(rest) :]
         self._file.flush()
 
     def _guarded(self, function: Any, *arguments: Any) -> Any:
@@ -75,9 +81,10 @@ class Answers:
             msg = f"cannot write {self.path}: {error.strerror or error}; when that is mended, go on with --resume"
             raise Failure(msg) from error
 
-    def _open(self, path: Path) -> IO[bytes]:
-        file = path.open("a+b")
-        if path.is_file():
+    def _open(self, path: Path) -> Any:
+        regular = path.is_file() or not path.exists()
+        file = path.open("ab" if regular else "wb", buffering=0)  # pipes and devices have no end to append to
+        if regular:
             import fcntl  # not on Windows, where MLX is not either
 
             try:
@@ -90,10 +97,8 @@ class Answers:
 
     def _resume(self) -> None:
         """Read what is answered. Where the file holds errors or a torn last line, replace it by one without them."""
-        self._file.seek(0)
         useless = 0
-        for number, line in enumerate(self._file, 1):
-            name = self._name(number, line)
+        for name, _ in self._records():
             if name is None:
                 useless += 1
             else:
@@ -103,21 +108,26 @@ class Answers:
         target = self.path.resolve()  # a link stays one
         part = target.with_name(f"{target.name}.part")
         part.unlink(missing_ok=True)
-        fresh = self._open(part)
-        self._file.seek(0)
-        fresh.writelines(line for number, line in enumerate(self._file, 1) if self._name(number, line) is not None)
-        fresh.flush()
-        os.fsync(fresh.fileno())
-        shutil.copymode(target, part)
-        part.replace(target)
-        self._file.close()
-        self._file = fresh
+        old, self._file = self._file, self._open(part)
+        with old:  # its lock is kept until the new file, locked as well, stands in its place
+            for name, line in self._records():
+                if name is not None:
+                    self._append(line)
+            os.fsync(self._file.fileno())
+            shutil.copymode(target, part)
+            part.replace(target)
+
+    def _records(self) -> Iterator[tuple[str | None, bytes]]:
+        """Yield each line with the name that it answers, or None."""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield self._name(number, line), line
 
     def _name(self, number: int, line: bytes) -> str | None:
         """Return whom a line answers; None for an error, and for what a crash left of a line."""
-        if not line.endswith(b"\n"):
-            return None
         try:
+            if not line.endswith(b"\n") and line.startswith(_BEGINNING[: len(line)]):
+                return None
             record = json.loads(line)
             return None if "error" in record else str(record["id"])
         except (ValueError, LookupError, TypeError, RecursionError):

@@ -31,6 +31,10 @@ def set_up() -> None:
 
 def _line(_logger: Any, _method: str, event: Any) -> str:
     """Render one log event: ``warning: plugin broken, plugin=x, reason=y``."""
+    if event.pop("exc_info", None) and (error := sys.exception()) is not None:
+        if isinstance(error, KeyboardInterrupt):
+            raise structlog.DropEvent
+        event["error"] = f"{type(error).__name__}: {error}"
     level, name = event.pop("level"), str(event.pop("event")).replace("_", " ")
     return ", ".join([f"{level}: {name}", *(f"{key}={one_line(value)}" for key, value in event.items())])
 

@@ -1,9 +1,12 @@
 """`oarlock batch`: every line answered once, whatever the lines are and whatever ends the process."""
 
+import io
 import json
 import signal
+import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -195,6 +198,8 @@ def test_a_duplicate_stays_an_error_when_resumed(tiny, invoke, files):
 def test_a_file_of_something_else_is_not_resumed(invoke, files, questions):
     """Its lines are no answers, so nothing of it is cut off."""
     text = '{"name": "not ours"}\n{"torn'
+    files.out.write_text("no newline")
+    assert "line 1 of" in invoke("batch", files.source, "-o", files.out, "--resume", code=1).stderr
     files.out.write_text(text)
     assert "line 1 of" in invoke("batch", files.source, "-o", files.out, "--resume", code=1).stderr
     assert files.out.read_text() == text
@@ -223,6 +228,41 @@ def test_a_resumed_link_stays_a_link(tiny, invoke, files, expected, tmp_path):
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(invoke, files, questions, arguments, code, shown):
     filled = [a.format(source=files.source, out=files.out) for a in arguments]
     assert shown in invoke("batch", files.source, *filled, "--model", "./none", code=code).stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_full_disk_is_one_line(tiny, invoke, questions, files):
+    """It says what to do when there is room again."""
+    done = invoke("batch", files.source, "-o", "/dev/full", "--model", tiny, code=1)
+    assert "cannot write /dev/full: No space left on device; when that is mended, go on with --resume" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_answer_that_cannot_be_written_whole_is_redone(tiny, invoke, files, expected, monkeypatch):
+    """A write may take a part only: the rest follows, or the line is torn and a resumed run redoes it."""
+
+    class Narrow(io.FileIO):
+        left = 700
+
+        def write(self, data):
+            if not Narrow.left:
+                raise OSError(28, "No space left on device")
+            count = min(len(data), Narrow.left, 50)
+            Narrow.left -= count
+            return super().write(bytes(data[:count]))
+
+    real = Path.open
+
+    def narrow(path, mode="r", **options):
+        return Narrow(path, "a") if mode == "ab" else real(path, mode, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", narrow)
+        invoke("batch", files.source, "-o", files.out, "--model", tiny, code=1)
+    assert not files.out.read_bytes().endswith(b"\n")
+    assert 0 < files.out.read_bytes().count(b"\n") < 6
+    invoke("batch", files.source, "-o", files.out, "--model", tiny, "--resume")
+    assert answers(files.out) == expected
 
 
 def test_a_missing_input_is_one_line(invoke, files):
@@ -255,26 +295,37 @@ def wait_for_lines(path, process, count):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
-def test_a_killed_run_resumes_to_the_same_answers(tiny, start, invoke, tmp_path, files, how):
-    """kill -9, or Ctrl-C with its exit code 130, in the middle."""
+def test_a_killed_run_resumes_to_the_same_answers(tiny, start, invoke, tmp_path, files):
+    """kill -9 in the middle: what was answered stands, the rest is answered as it would have been."""
     source, whole = endless(tmp_path), tmp_path / "whole.jsonl"
     common = ("--model", tiny, "--max-batch", 3)
     process = start("batch", source, "-o", files.out, *common)
     wait_for_lines(files.out, process, 2)
-    process.send_signal(getattr(signal, how))
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGKILL if how == "SIGKILL" else 130)
+    process.kill()
+    process.communicate()
     before = answers(files.out)
     assert 2 <= len(before) < 8
-    assert errors(files.out) == {}
-    assert b"Traceback" not in said
     with files.out.open("ab") as file:
         file.write(b'{"id": 7, "text": "to')  # what a kill in the middle of a line leaves
     invoke("batch", source, "-o", files.out, *common, "--resume")
     invoke("batch", source, "-o", whole, *common)
     assert answers(files.out) == answers(whole)
     assert before.items() <= answers(whole).items()
+
+
+def test_ctrl_c_is_code_130_and_costs_no_answer(tiny, start, tmp_path, files):
+    """No row that was running becomes an error record, and it says how to go on."""
+    process = start("batch", endless(tmp_path), "-o", files.out, "--model", tiny)
+    wait_for_lines(files.out, process, 1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert 1 <= len(answers(files.out)) < 8
+    assert errors(files.out) == {}
+    assert said.decode().splitlines()[-2:] == [
+        f"{len(answers(files.out))} answered before this stopped; --resume goes on from there",
+        "interrupted",
+    ]
 
 
 def test_two_runs_do_not_write_one_file(tiny, start, invoke, tmp_path, files):
