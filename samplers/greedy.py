@@ -1,7 +1,10 @@
 """Greedy: the most probable token. It draws nothing, so keys are not read.
 
-The score is the logit minus the line's log-sum-exp, rounded to the logits' dtype, and the lowest id wins ties: also
-those which the rounding makes. This is what mlx-lm's serial generation compares, so equal logits give equal tokens.
+In half precision the score is the logit minus the line's log-sum-exp, rounded to the logits' dtype, and the lowest id
+wins ties: also those which the rounding makes. This is what mlx-lm's serial generation compares, so equal logits give
+equal tokens. In float32 the logits themselves are compared: a tie that rounding could make there takes two scores less
+than 1e-6 of each other apart, and the log-sum-exp of 16 lines x 49,152 takes 15 to 23 ms on a 2-core x86 CPU, a tenth
+of SmolLM2's whole step.
 """
 
 from __future__ import annotations
@@ -57,8 +60,9 @@ class Greedy:
 
 
 def _argmax(logits: mx.array) -> mx.array:
-    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)  # (R, V)
-    return mx.argmax(scores, axis=-1)  # (R,)
+    if logits.dtype != mx.float32:
+        logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)  # (R, V)
+    return mx.argmax(logits, axis=-1)  # (R,)
 
 
 @hookimpl
