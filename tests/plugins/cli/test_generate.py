@@ -1,5 +1,6 @@
 """`oarlock generate`: answers as they come, what they are compared with being the request alone in the engine."""
 
+import contextlib
 import json
 import types
 
@@ -244,3 +245,42 @@ def test_an_empty_answer_is_an_empty_line(capsys):
     with views.StreamView() as view:
         view.finished(prompt, Result(id="1", token_ids=(), text="", finish_reason=FinishReason.STOP, usage=Usage()))
     assert capsys.readouterr().out == "\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "read"),
+    [
+        ("--max-tokens", 7, lambda r, c: r.max_tokens),
+        ("--temperature", 0.5, lambda r, c: r.sampling.temperature),
+        ("--top-p", 0.25, lambda r, c: r.sampling.top_p),
+        ("--top-k", 3, lambda r, c: r.sampling.top_k),
+        ("--min-p", 0.125, lambda r, c: r.sampling.min_p),
+        ("--seed", 9, lambda r, c: r.sampling.seed),
+        ("--logprobs", 2, lambda r, c: r.sampling.logprobs),
+        ("--stop", "end", lambda r, c: r.stop[0]),
+        ("--max-batch", 3, lambda r, c: c.scheduler.max_batch),
+        ("--dtype", "bfloat16", lambda r, c: c.model.dtype),
+        ("--disable-plugin", "log", lambda r, c: c.plugins.disable[0]),
+    ],
+)
+def test_no_option_is_without_effect(invoke, monkeypatch, option, value, read):
+    """Each arrives in the request or in the configuration of the engine."""
+    seen = []
+
+    @contextlib.contextmanager
+    def opened(model, config):
+        def submit(request, events):
+            seen.extend([request, config])
+            raise QueueEnd
+
+        yield types.SimpleNamespace(
+            tokenizer=None, submit=submit, bound=types.SimpleNamespace(config=config, method="plain")
+        )
+
+    monkeypatch.setattr("oarlock.plugins.cli.generate.open_engine", opened)
+    invoke("generate", "m", "x", option, value, code=1)
+    assert read(*seen) == value
+
+
+class QueueEnd(Exception):
+    """Ends the run above."""
