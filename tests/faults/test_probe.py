@@ -104,34 +104,41 @@ def test_twin_without_the_probe_such_a_model_answers_by_what_ran_before(bench, p
     assert bench.run(engine, [prompt]) != first
 
 
+SMALL = {"gpt_bigcode": {"n_layer": 3}, "afm7": {"num_layers": 4, "num_kv_reuse_layers": 2}}
+
+
+def check_refused_or_equal(bench, name, **settings):
+    """What cannot run rows of other lengths together never answers wrongly nor fails in mid-request."""
+    model = build(name, **SMALL[name])
+    try:
+        engine = bench.engine(model, **settings)
+    except ModelNotBatchable:
+        return
+    prompts = bench.prompts([7, 2, 4], 97)
+    serial = [bench.serial(model, prompt, 6) for prompt in prompts]
+    answers = bench.run(engine, [bench.ask(*prompt, n=6) for prompt in prompts])
+    assert not any(isinstance(answer, Exception) for answer in answers), answers
+    bench.compare(answers, [row.tokens for row in serial], [row.gaps for row in serial])
+
+
 @pytest.mark.fault("B-10")
-def test_a_model_that_makes_one_number_of_its_offsets_is_refused_at_bind(bench):
-    """gpt_bigcode of mlx-lm 0.32; issue 2 of 7 runs its rows one by one."""
-    with pytest.raises(ModelNotBatchable, match=r"TypeError|ValueError"):
-        bench.engine(bench.tiny("gpt_bigcode"))
+def test_a_model_that_makes_one_number_of_its_offsets_is_known_at_bind(bench):
+    check_refused_or_equal(bench, "gpt_bigcode")
 
 
 @pytest.mark.fault("B-10", twin=True)
 def test_twin_without_the_probe_it_fails_in_mid_request(bench, planted):
     with planted():
-        check_refused(bench, bench.tiny("gpt_bigcode"), verify=False)
-    engine = bench.engine(bench.tiny("gpt_bigcode"), verify=False)
-    assert any(isinstance(out, Exception) for out in bench.run(engine, [bench.ask(1, 2, 3), bench.ask(4)]))
+        check_refused_or_equal(bench, "gpt_bigcode", verify=False)
 
 
 @pytest.mark.fault("B-01")
-def test_a_class_that_mishandles_rows_of_other_lengths_is_refused_at_bind(bench):
+def test_a_class_that_mishandles_rows_of_other_lengths_is_known_at_bind(bench):
     """afm7 of mlx-lm 0.32: its layers without keys of their own attend as if there were one row."""
-    check_refused(bench, bench.tiny("afm7"))
+    check_refused_or_equal(bench, "afm7")
 
 
 @pytest.mark.fault("B-01", twin=True)
 def test_twin_without_the_probe_the_shorter_row_says_something_else(bench, planted):
     with planted():
-        check_refused(bench, bench.tiny("afm7"), verify=False)
-    prompts = bench.prompts([12, 3, 7], 97)
-    serial = [bench.serial(bench.tiny("afm7"), prompt, 12) for prompt in prompts]
-    engine = bench.engine(bench.tiny("afm7"), verify=False)
-    answers = bench.run(engine, [bench.ask(*prompt, n=12) for prompt in prompts])
-    with planted():
-        bench.compare(answers, [row.tokens for row in serial], [row.gaps for row in serial])
+        check_refused_or_equal(bench, "afm7", verify=False)
