@@ -198,6 +198,7 @@ class Request:
             self.min_tokens,
             "whole numbers from 0 to max_tokens",
         )
+        _require(isinstance(self.sampling, SamplingParams), "sampling", self.sampling, "SamplingParams")
         for name in ("prefill_chunk", "checkpoint_interval"):
             value = getattr(self, name)
             _require(value is None or (_whole(value) and value >= 1), name, value, "whole numbers >= 1, or None")
