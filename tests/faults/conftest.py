@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 
 import mlx.core as mx
 import pytest
@@ -13,8 +14,8 @@ from oarlock.core import Request
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
 
-NAN = -1
-"""A token of a script: the scores there are not numbers."""
+NAN, DEAD = -1, -2
+"""Tokens of a script: the scores there are not numbers, or all minus infinity."""
 
 
 class Scripted(nn.Module):
@@ -46,6 +47,7 @@ class Scripted(nn.Module):
         positions = (offset + mx.arange(width, dtype=mx.int32)) % self._length
         said = self._table[firsts, positions]
         logits = 9.0 * (said[..., None] == mx.arange(self.vocabulary)).astype(mx.float32)
+        logits = mx.where((said == DEAD)[..., None], -mx.inf, logits)
         return mx.where((said == NAN)[..., None], mx.nan, logits)
 
 
@@ -64,6 +66,31 @@ class Words:
 
     def apply_chat_template(self, messages):
         return self.encode("|".join(message["content"] for message in messages))
+
+
+class Worker(threading.Thread):
+    """A thread of a test that touches arrays: it gives its streams back, and `result` raises what it raised."""
+
+    def __init__(self, work, *arguments):
+        super().__init__(daemon=True)
+        self._work, self._arguments = work, arguments
+        self._value = self._error = None
+        self.start()
+
+    def run(self):
+        try:
+            self._value = self._work(*self._arguments)
+        except BaseException as error:  # noqa: BLE001 - raised again in `result`
+            self._error = error
+        # mlx 0.32 aborts the process at exit for a thread that ended with streams
+        mx.clear_streams()
+
+    def result(self, timeout=30):
+        self.join(timeout)
+        assert not self.is_alive(), "the thread hangs"
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 @functools.cache
@@ -87,7 +114,7 @@ def bench():
 class Bench:
     """See `bench`."""
 
-    Scripted, Words, NAN = Scripted, Words, NAN
+    Scripted, Words, Worker, NAN, DEAD = Scripted, Words, Worker, NAN, DEAD
     tiny, ask = staticmethod(tiny), staticmethod(ask)
     prompts, serial, compare = (staticmethod(f) for f in (models.prompts, models.serial, models.compare))
 
