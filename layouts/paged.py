@@ -1,0 +1,340 @@
+"""Full attention in blocks: rows take blocks from one pool a model, and rows that share a prefix share its blocks.
+
+It moves rows by name only: a join, a leave, a stored row and a rollback touch counts, never keys or values. Where
+blocks lie is `blocks`' business, how they are read `pages`'. `docs/decisions/paged-reads.md` says what was measured.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core import hookimpl
+from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
+from oarlock.layouts.blocks import Blocks, Share
+from oarlock.layouts.pages import Pages, Pair, RowReads
+from oarlock.layouts.tables import Plan, Table
+
+OARLOCK_API = 1
+SIZES = (16, 32, 64, 128, 256)
+READS = ("auto", "gather", "rows")
+
+
+@attrs.frozen
+class PagedOptions:
+    """``block_size``: tokens a block. ``reads``: "rows" attends row by row, "gather" copies; "auto" prefers rows."""
+
+    block_size: int = attrs.field(default=32, validator=attrs.validators.in_(SIZES))
+    reads: str = attrs.field(default="auto", validator=attrs.validators.in_(READS))
+
+
+@attrs.frozen(kw_only=True)
+class PagedState(RowState):
+    """A stored row: a counted share of blocks that nobody writes. Its arrays are copied when they are asked for.
+
+    Ask on the thread that drives the engine: the copy is dispatched there.
+    """
+
+    pages: Pages = attrs.field(eq=False)
+    share: Share = attrs.field(eq=False)
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return ``[1, H, tokens, D]`` of both, copied and dispatched."""
+        if not self.tokens:
+            return {}
+        keys, values = map(mx.contiguous, self.pages.row(self.share, self.tokens))
+        mx.async_eval(keys, values)
+        return {"keys": keys, "values": values}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; the share holds their blocks."""
+        return self.pages.bytes_of(self.tokens)
+
+
+class PagedCache:
+    """One layer of a group of rows. The table is shared with the other layers, the pages with other groups."""
+
+    rewinds = True
+
+    def __init__(self, pages: Pages, table: Table) -> None:
+        """Hold the rows of ``table``."""
+        self._pages, self._blocks = pages, pages.blocks
+        self._table = table
+        self._plan: Plan | None = None
+        self._copied: Pair | None = None
+        self._written = 0
+
+    # --- what models see ------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The plane of the keys ``[1, H, blocks * size, D]``."""
+        self._pages.follow()
+        return self._pages.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._pages.keys = keys
+
+    @property
+    def values(self) -> mx.array | None:
+        """The plane of the values ``[1, H, blocks * size, D]``."""
+        self._pages.follow()
+        return self._pages.values
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._pages.values = values
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
+        starts = self._starts
+        if starts.equal:
+            return starts[0] + self._written
+        return starts.array + self._written if self._written else starts.array
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """Return the mask of the coming forward; models ask before the append."""
+        return self._opened.causal(N, window_size, return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append ``[B, H, N, D]``, each row into its own blocks, and return columns 0 to max(starts) + N - 1."""
+        plan = self._opened
+        if keys.shape[0] != len(plan.rows) or keys.shape[2] != plan.width:
+            msg = f"got shape {keys.shape} for {len(plan.rows)} rows and a window of {plan.width}"
+            raise ValueError(msg)
+        copied, self._copied = self._copied, None
+        self._pages.write(plan, keys, values, copied)
+        self._written = plan.width
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return what the last append returned: a view, a handle that attends row by row, or a copy."""
+        plan, pages = self._opened, self._pages
+        if spacing := plan.spacing():
+            return pages.view(plan, *spacing)
+        if not pages.attends:
+            return pages.gathered(plan)
+        assert pages.keys is not None
+        assert pages.values is not None
+        return RowReads(pages, plan, pages.keys), RowReads(pages, plan, pages.values)
+
+    # --- one forward ------------------------------------------------------------------------------------
+
+    def begin(self, widths: Sequence[int], starts: Positions) -> None:
+        """Open a forward: blocks for the coming tokens, once for all layers; this layer's shared ones are copied."""
+        table = self._table
+        if len(widths) != self.rows or starts != table.tokens:
+            msg = (
+                f"begin got {len(widths)} widths and starts {list(starts)} for {self.rows} rows at {list(self.tokens)}"
+            )
+            raise ValueError(msg)
+        key = ("begin", weakref.ref(table), tuple(widths))
+        plan = self._blocks.together(self._pages.number, key, lambda: Plan(self._blocks, table, widths, starts))
+        self._plan, self._written = plan, 0
+        self._copied = self._pages.blocks_of(plan.copies()[0]) if plan.copied else None
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Keep ``kept[i]`` tokens of row i; blocks behind them are free again."""
+        plan, self._plan, self._copied, self._written = self._plan, None, None, 0
+        if not any(kept):
+            return
+        if plan is None:
+            msg = f"commit got {list(kept)} without a forward"
+            raise ValueError(msg)
+        key = ("commit", weakref.ref(plan), tuple(kept))
+        self._table = self._blocks.together(self._pages.number, key, lambda: plan.committed(kept))
+
+    # --- rows -------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows held."""
+        return len(self._table.rows)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens per row."""
+        return self._table.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool; of a pool that others use too, the share of it that these rows' blocks are."""
+        total, used = self._pages.nbytes, self._blocks.used
+        return total * self._table.held() // used if used else total
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the rows' blocks; what two rows share counts once."""
+        return self._pages.block_bytes * self._table.held()
+
+    def arrays(self) -> list[mx.array]:
+        """Return the pages, once they exist."""
+        return [array for array in (self.keys, self.values) if array is not None]
+
+    def compact(self) -> None:
+        """Give back all blocks that nobody owns."""
+        if self._blocks.capacity > self._blocks.used:
+            self._blocks.arrange(self._blocks.used, self._table.rows)
+        mx.eval(self.arrays())
+
+    def add(self, n: int) -> None:
+        """Append ``n`` empty rows."""
+        table = self._table
+        self._become(("add", weakref.ref(table), n), lambda: table.added(self._blocks, n))
+
+    def join(self, other: BatchCache, slots: Sequence[int]) -> None:
+        """Share the blocks of ``other``'s rows, or copy them from another pool. Nothing changes when it raises."""
+        if not isinstance(other, PagedCache):
+            msg = f"a paged cache cannot take rows of {type(other).__name__}"
+            raise TypeError(msg)
+        free = list(range(self.rows, self.rows + other.rows))
+        if list(slots) != free:
+            msg = f"slots are {list(slots)}; the free ones are {free}"
+            raise ValueError(msg)
+        table, theirs = self._table, other._table
+        if other._pages is self._pages:
+            self._become(("join", weakref.ref(table), weakref.ref(theirs)), lambda: table.joined(theirs))
+            return
+        rows = [other._pages.row(*row) if row[1] else None for row in zip(theirs.rows, theirs.tokens, strict=True)]
+        for row in rows:
+            if row is not None:
+                self._pages.check(*row)
+        key = ("fill", weakref.ref(table), theirs.tokens)
+        self._become(key, lambda: table.filled(self._blocks, theirs.tokens))
+        for row, share in zip(rows, self._table.rows[len(table.rows) :], strict=True):
+            if row is not None:
+                self._pages.put(share, *row)
+
+    def take(self, indices: Sequence[int]) -> PagedCache:
+        """Return rows ``indices`` as a cache of their own on the same blocks: this very one when it is all of them."""
+        table, wanted = self._table, tuple(indices)
+        if wanted == tuple(range(self.rows)):
+            return self
+        key = ("take", weakref.ref(table), wanted)
+        return PagedCache(self._pages, self._blocks.together(self._pages.number, key, lambda: table.taken(wanted)))
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Make old row ``indices[i]`` the new row i; the blocks of the others are free at once."""
+        table, wanted = self._table, tuple(indices)
+        self._become(("keep", weakref.ref(table), wanted), lambda: table.kept(wanted))
+
+    def extract(self, row: int) -> RowState:
+        """Return a counted share of a row's blocks; the next write into the last of them copies it."""
+        own, tokens = self._table.rows[row], self._table.tokens[row]
+        key = ("extract", weakref.ref(own), tokens)
+        share = self._blocks.together(self._pages.number, key, lambda: own.again(grows=False))
+        meta = {"path": self._pages.layer.path, "block_size": str(self._blocks.size)}
+        return PagedState(layout="paged", tokens=tokens, arrays={}, meta=meta, pages=self._pages, share=share)
+
+    def reusable(self, tokens: int) -> int:
+        """Return ``tokens``: any prefix of full attention is one."""
+        return min(tokens, min(self.tokens, default=0))
+
+    def columns(self, widths: Sequence[int]) -> Hashable:
+        """Describe the columns read: token t in column t, as far as the longest row reaches."""
+        return ("left", self._starts.longest + max(widths, default=0))
+
+    @property
+    def _starts(self) -> Positions:
+        return self._plan.starts if self._plan is not None else self._table.starts
+
+    @property
+    def _opened(self) -> Plan:
+        if self._plan is None:
+            msg = "the cache was asked without a forward; call begin first"
+            raise ValueError(msg)
+        return self._plan
+
+    def _become(self, key: tuple[Any, ...], make: Callable[[], Table]) -> None:
+        self._plan, self._copied, self._written = None, None, 0
+        self._table = self._blocks.together(self._pages.number, key, make)
+
+
+class PagedLayout:
+    """Registers as ``paged``; holds unbounded attention layers of any geometry.
+
+    Caches that are opened for one bound layer share its pages, and all layers of an engine share their blocks, for as
+    long as a cache or a stored row lives.
+    """
+
+    name = "paged"
+    kinds = frozenset({"full"})
+    options = PagedOptions
+
+    def __init__(self) -> None:
+        """Know no layer."""
+        self._pages: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
+        self._bound: dict[str, tuple[LayerInfo, PagedOptions]] = {}
+        self._latest: dict[int, tuple[weakref.ref[Blocks], int, tuple[int, ...]]] = {}
+
+    def refuses(self, layer: LayerInfo, options: PagedOptions) -> str | None:
+        """Return why attention row by row was asked for where it cannot be had, or None."""
+        self._bound[layer.path] = (layer, options)
+        if options.reads == "rows" and not layer.attendable:
+            return (
+                "reads = 'rows' needs a layer whose attention receives what its cache returns; say 'auto' or 'gather'"
+            )
+        return None
+
+    def open(self, layer: LayerInfo, options: PagedOptions | None, *, slots: int, window: int) -> PagedCache:
+        """Return a cache without rows; it reserves nothing, and any window can be rolled back."""
+        pages = self._pages_of(layer, options or PagedOptions())
+        return PagedCache(pages, pages.blocks.together(pages.number, ("open",), Table))
+
+    def bytes_at(self, layer: LayerInfo, options: PagedOptions | None, tokens: int) -> int:
+        """Return the bytes of the blocks of one row at ``tokens``."""
+        size = (options or PagedOptions()).block_size
+        each = layer.dtype.size if layer.dtype is not None else 2
+        return layer.kv_heads * (layer.key_dim + layer.value_dim) * each * (-(-tokens // size) * size)
+
+    def restore(self, state: RowState) -> PagedCache:
+        """Return a one-row cache on the state's own blocks, or on new ones where it holds arrays."""
+        if isinstance(state, PagedState):
+            pages, share = state.pages, state.share
+            key: tuple[Any, ...] = ("restore", weakref.ref(share), state.tokens)
+            make = lambda: Table((share.again(),), (state.tokens,))  # noqa: E731 - used once, three lines down
+            return PagedCache(pages, pages.blocks.together(pages.number, key, make))
+        meta, arrays = state.meta(), state.arrays()
+        bound = self._bound.get(meta.get("path", ""))
+        if bound is not None:
+            pages = self._pages_of(*bound)
+        else:
+            layer = LayerInfo(index=0, path="", kind="full")
+            pages = Pages(layer, Blocks(int(meta.get("block_size", PagedOptions().block_size))), attends=False)
+        key = ("restore", state.tokens)
+        table = pages.blocks.together(pages.number, key, lambda: Table().filled(pages.blocks, [state.tokens]))
+        if arrays:
+            pages.put(table.rows[0], arrays["keys"], arrays["values"])
+        return PagedCache(pages, table)
+
+    def _pages_of(self, layer: LayerInfo, options: PagedOptions) -> Pages:
+        pages = self._pages.get(id(layer))
+        if pages is None:
+            attends = layer.attendable and options.reads != "gather"
+            pages = Pages(layer, self._blocks_of(layer, options), attends=attends)
+            self._pages[id(layer)] = pages
+        return pages
+
+    def _blocks_of(self, layer: LayerInfo, options: PagedOptions) -> Blocks:
+        """Return the blocks of the layers in front of this one, or new ones for the first layer of a model."""
+        place, thread = tuple(map(int, layer.path.split("."))), threading.get_ident()
+        known, their_thread, last = self._latest.get(options.block_size, (lambda: None, 0, ()))
+        blocks = known()
+        if blocks is None or thread != their_thread or place <= last:
+            blocks = Blocks(options.block_size)
+        self._latest[options.block_size] = (weakref.ref(blocks), thread, place)
+        return blocks
+
+
+@hookimpl
+def register_layouts(register: Callable[[object], None]) -> None:
+    """Register `paged`."""
+    register(PagedLayout())

@@ -1,0 +1,212 @@
+"""The blocks of one layer, as arrays: keys and values, and how attention reads them. Who owns a block is not theirs.
+
+A plane is ``[1, H, blocks * size, D]``: block b is columns ``b * size`` to ``(b + 1) * size``, so a row whose blocks lie
+side by side is a slice, and rows at equal distances are one view.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from oarlock.core.contracts.layout import LayerInfo
+from oarlock.layouts.blocks import Arrangement, Blocks, Share
+from oarlock.layouts.tables import Plan, as_index, columns_of
+
+Pair = tuple[mx.array, mx.array]
+
+
+class Pages:
+    """One layer's planes. Made at the first write; they follow the blocks' arrangement when they are next used."""
+
+    def __init__(self, layer: LayerInfo, blocks: Blocks, *, attends: bool) -> None:
+        """Open without arrays. ``attends``: attention of rows that no view covers is done row by row."""
+        self.layer, self.blocks, self.attends = layer, blocks, attends
+        self.number = blocks.enlist()
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._arrangement: Arrangement = blocks.arrangement
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both planes."""
+        self.follow()
+        return sum(int(plane.nbytes) for plane in (self.keys, self.values) if plane is not None)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.nbytes // self.blocks.capacity if self.nbytes else 0
+
+    def bytes_of(self, tokens: int) -> int:
+        """Return the bytes of so many tokens."""
+        return self.block_bytes // self.blocks.size * tokens
+
+    def check(self, keys: mx.array, values: mx.array) -> None:
+        """Refuse a row of another geometry or dtype."""
+        for plane, new in ((self.keys, keys), (self.values, values)):
+            if plane is None:
+                continue
+            if plane.dtype != new.dtype:
+                msg = f"rows of dtype {new.dtype} cannot join rows of {plane.dtype}"
+                raise ValueError(msg)
+            if (plane.shape[1], plane.shape[3]) != (new.shape[1], new.shape[3]):
+                msg = f"got shape {new.shape}, heads and size of the others are {plane.shape[1]} and {plane.shape[3]}"
+                raise ValueError(msg)
+
+    def follow(self) -> None:
+        """Move the blocks to where they belong by now: one copy of each plane, whatever happened since."""
+        if self._arrangement is self.blocks.arrangement:
+            return
+        source = np.arange(self._arrangement.capacity, dtype=np.int32)
+        while self._arrangement.after is not None and self._arrangement.target is not None:
+            target, self._arrangement = self._arrangement.target, self._arrangement.after
+            here, stays = np.zeros(self._arrangement.capacity, np.int32), target >= 0
+            here[target[stays]] = source[stays]
+            source = here
+        if self.keys is None or self.values is None:
+            return
+        if not self.blocks.capacity:
+            self.keys = self.values = None
+            return
+        moved = mx.array(source)
+        self.keys, self.values = self._gather(self.keys, moved), self._gather(self.values, moved)
+
+    def write(self, plan: Plan, keys: mx.array, values: mx.array, copied: Pair | None) -> None:
+        """Write the window ``[B, H, N, D]``; padding is dropped, and first ``copied`` blocks go to their new owner."""
+        self._make(keys, values)
+        at, source = plan.slots(), plan.source()
+        stale = None if self.attends else plan.stale()
+        to = plan.copies()[1] if copied is not None else None
+        for side, (plane, new) in enumerate(((self.keys, keys), (self.values, values))):
+            assert plane is not None
+            if copied is not None:
+                plane[:, :, to] = copied[side]
+            rows, heads, width, size = new.shape
+            flat = new if rows == 1 else new.transpose(1, 0, 2, 3).reshape(1, heads, rows * width, size)
+            plane[:, :, at] = flat if source is None else mx.take(flat, source, axis=2)
+            if stale is not None:
+                plane[:, :, stale] = 0
+
+    def put(self, share: Share, keys: mx.array, values: mx.array) -> None:
+        """Write a whole row ``[1, H, T, D]`` into blocks of its own."""
+        self._make(keys, values)
+        size, tokens = self.blocks.size, keys.shape[2]
+        everywhere = columns_of(share.ids, 0, share.ids.size * size, size)
+        at, stale = as_index(everywhere[:tokens]), everywhere[tokens:]
+        for plane, new in ((self.keys, keys), (self.values, values)):
+            assert plane is not None
+            plane[:, :, at] = new
+            if stale.size and not self.attends:
+                plane[:, :, as_index(stale)] = 0
+
+    def blocks_of(self, ids: mx.array) -> Pair | None:
+        """Return copies of blocks ``[1, H, n * size, D]``, dispatched: a pending reader makes a write copy the plane."""
+        self.follow()
+        if self.keys is None or self.values is None:
+            return None
+        copies = (self._gather(self.keys, ids), self._gather(self.values, ids))
+        mx.async_eval(*copies)
+        return copies
+
+    def row(self, share: Share, tokens: int, ids: mx.array | None = None) -> Pair:
+        """Return one row ``[1, H, tokens, D]``: a view where its blocks lie side by side, else a copy."""
+        self.follow()
+        assert self.keys is not None
+        assert self.values is not None
+        first, size = share.first, self.blocks.size
+        if first is not None:
+            at = (slice(None), slice(None), slice(first * size, first * size + tokens))
+            return self.keys[at], self.values[at]
+        if ids is None:
+            ids = mx.array(share.ids)
+        return self._gather(self.keys, ids)[:, :, :tokens], self._gather(self.values, ids)[:, :, :tokens]
+
+    def view(self, plan: Plan, first: int, step: int) -> Pair:
+        """Return all rows ``[B, H, S, D]`` without a copy; they lie ``step`` blocks apart."""
+        assert self.keys is not None
+        assert self.values is not None
+        rows, size, columns = len(plan.rows), self.blocks.size, plan.starts.longest + plan.width
+        if rows == 1:
+            return self.row(plan.rows[0], columns)
+        at = slice(first * size, (first + rows * step) * size)
+        return (
+            _by_row(self.keys[0, :, at], rows)[:, :, :columns],
+            _by_row(self.values[0, :, at], rows)[:, :, :columns],
+        )
+
+    def gathered(self, plan: Plan) -> Pair:
+        """Return all rows ``[B, H, S, D]`` aligned left, copied."""
+        assert self.keys is not None
+        assert self.values is not None
+        rows, columns, grid = len(plan.rows), plan.starts.longest + plan.width, plan.grid()
+        return (
+            _by_row(self._gather(self.keys, grid)[0], rows)[:, :, :columns],
+            _by_row(self._gather(self.values, grid)[0], rows)[:, :, :columns],
+        )
+
+    def _gather(self, plane: mx.array, ids: mx.array) -> mx.array:
+        """Return blocks ``ids`` of a plane, side by side."""
+        _, heads, columns, width = plane.shape
+        blocks = plane.reshape(1, heads, columns // self.blocks.size, self.blocks.size * width)
+        return mx.take(blocks, ids, axis=2).reshape(1, heads, ids.size * self.blocks.size, width)
+
+    def _make(self, keys: mx.array, values: mx.array) -> None:
+        """Make the planes, or check that what comes is of their geometry."""
+        self.follow()
+        columns = self.blocks.capacity * self.blocks.size
+        if self.keys is None or self.values is None:
+            self.keys = mx.zeros((1, keys.shape[1], columns, keys.shape[3]), keys.dtype)
+            self.values = mx.zeros((1, values.shape[1], columns, values.shape[3]), values.dtype)
+        self.check(keys, values)
+
+
+class RowReads:
+    """What `paged` returns as keys and as values: attention row by row over each row's own blocks.
+
+    It stands for ``[B, H, S, D]``, rows aligned left. No padding is read, and a row sees exactly the columns that it
+    would see alone.
+    """
+
+    def __init__(self, pages: Pages, plan: Plan, plane: mx.array) -> None:
+        self.shape = (len(plan.rows), plane.shape[1], plan.starts.longest + plan.width, plane.shape[3])
+        self.dtype = plane.dtype
+        self._pages, self._plan = pages, plan
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """Attention of ``queries`` [B, heads, N, D]; columns beyond a row's own are never looked at."""
+        plan, out = self._plan, []
+        assert self._pages.values is not None
+        plain = mask is None or isinstance(mask, str)
+        if mask is plan.mask and mask is not None:
+            plain, mask = True, "causal"
+        for row, q in enumerate(mx.split(queries, len(plan.rows)) if len(plan.rows) > 1 else [queries]):
+            width = plan.widths[row]
+            if not width:
+                out.append(mx.zeros((*q.shape[:3], self._pages.values.shape[3]), q.dtype))
+                continue
+            share, tokens = plan.rows[row], plan.starts[row] + width
+            keys, values = self._pages.row(share, tokens, None if share.first is not None else plan.row(row))
+            own = (mask if width > 1 else None) if plain else _own(mask, row, width, tokens)
+            seen = mx.fast.scaled_dot_product_attention(
+                q if width == plan.width else q[:, :, :width], keys, values, scale=scale, mask=own, sinks=sinks
+            )
+            if width < plan.width:
+                seen = mx.pad(seen, [(0, 0), (0, 0), (0, plan.width - width), (0, 0)])
+            out.append(seen)
+        return mx.concatenate(out) if len(out) > 1 else out[0]
+
+
+def _by_row(plane: mx.array, rows: int) -> mx.array:
+    """Return ``[H, rows * n, D]`` as ``[rows, H, n, D]``, without a copy."""
+    heads, columns, width = plane.shape
+    return plane.reshape(heads, rows, columns // rows, width).transpose(1, 0, 2, 3)
+
+
+def _own(mask: mx.array, row: int, width: int, tokens: int) -> mx.array:
+    """Return the part of a mask, broadcastable to [B, heads, N, S], that is one row's."""
+    if mask.ndim == 4 and mask.shape[0] > 1:
+        mask = mask[row : row + 1]
+    return mask[..., :width, :tokens] if mask.shape[-2] > 1 else mask[..., :tokens]
