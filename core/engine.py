@@ -29,6 +29,7 @@ from oarlock.core.request import Request, TokenEvent
 from oarlock.core.scheduler import Scheduler, Turn
 
 _log = structlog.get_logger(__name__)
+_LOOK_UP = 1.0  # seconds after which a waiting thread looks whether the driving one is still alive
 Config = EngineConfig | Mapping[str, Any] | str | PathLike[str] | None
 
 
@@ -138,10 +139,9 @@ class Engine:
             self._feed(waiting, handles)
             self._advance(lambda: all(handle.done for handle in handles))
         outcomes = [handle.outcome for handle in handles]
-        if not return_errors:
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
+        for outcome in () if return_errors else outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
         return outcomes
 
     def stream(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
@@ -243,8 +243,7 @@ class Engine:
         with self._driver.mutex:
             self._driver.closed = True
             self._driver.signal()
-        mine = self._owner in (None, threading.current_thread()) or not self._owner.is_alive()
-        if mine and not self._stepping:
+        if self._drives() and not self._stepping:
             self._driver.fail_all(EngineClosed(), queued=True)
             mx.clear_cache()
 
@@ -266,10 +265,10 @@ class Engine:
             if left is not None and left <= 0:
                 msg = f"not done after {timeout} s"
                 raise TimeoutError(msg)
-            if self._owner not in (None, threading.current_thread()):
-                done.wait(left)
-            else:
+            if self._drives(claim=True):
                 self._advance(done.is_set, left)
+            else:
+                done.wait(_LOOK_UP if left is None else min(left, _LOOK_UP))
 
     def _advance(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         """Step; where nothing can be done, sleep until another thread changes that."""
@@ -281,17 +280,21 @@ class Engine:
         self, waiting: deque[Request], handles: list[Handle], events: Callable[[TokenEvent], None] | None = None
     ) -> None:
         """Submit as many as the queue takes without turning one away."""
-        limit = self.bound.config.scheduler.max_queued
-        while waiting and self._driver.queued < limit:
+        while waiting and self._driver.queued < self.bound.config.scheduler.max_queued:
             handles.append(self.submit(waiting[0], events=events))
             waiting.popleft()
 
+    def _drives(self, *, claim: bool = False) -> bool:
+        """Return whether this thread may step: it drives, or nobody does. A thread that has ended drives no more."""
+        me = threading.current_thread()
+        with self._driver.mutex:
+            mine = self._owner in (None, me) or not self._owner.is_alive()
+            self._owner = me if mine and claim else self._owner
+        return mine
+
     def _claim(self) -> None:
         """Make this thread the driver, or raise `errors.WrongThread`, or `errors.StepInsideStep` within a step."""
-        me = threading.current_thread()
-        if self._owner is None or not self._owner.is_alive():
-            self._owner = me
-        elif self._owner is not me:
-            raise WrongThread(self._owner.name, me.name)
+        if not self._drives(claim=True) and self._owner is not None:
+            raise WrongThread(self._owner.name, threading.current_thread().name)
         if self._stepping:
             raise StepInsideStep
