@@ -5,14 +5,15 @@ Shapes: B rows, H key/value heads, N tokens of one forward, S columns that atten
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
+T = TypeVar("T")
 KINDS = ("full", "rotating", "recurrent", "chunked", "composite")
 """Layer kinds: unbounded attention, sliding window, recurrent state, chunked attention, several caches in one."""
 
@@ -23,8 +24,9 @@ class LayerInfo:
 
     ``path`` is "7", or "7.1" for part 1 of a composite. ``kind`` is one of `KINDS`, or the class name of a cache that
     no kind describes. ``window`` and ``keep`` belong to rotating layers (``keep`` first tokens are never evicted),
-    ``chunk`` to chunked ones. Geometry is 0 where the traced forward did not show it. ``attendable``: attention
-    receives, by identity, what this layer's fetch returned.
+    ``chunk`` to chunked ones, ``slots`` (arrays that the layer keeps) and ``state_bytes`` (their bytes, one row) to
+    recurrent ones. Geometry is 0 where the traced forward did not show it. ``attendable``: attention receives, by
+    identity, what this layer's fetch returned.
     """
 
     index: int
@@ -38,6 +40,7 @@ class LayerInfo:
     keep: int = 0
     chunk: int = 0
     slots: int = 0
+    state_bytes: int = 0
     attendable: bool = False
     parts: tuple[LayerInfo, ...] = ()
 
@@ -53,7 +56,7 @@ class Positions(tuple[int, ...]):
     longest: int
     """The largest count, 0 without rows."""
     _array: Any
-    _columns: dict[int, Any]
+    _shared: dict[Hashable, Any]
 
     def __new__(cls, counts: Iterable[int]) -> Positions:
         """Freeze ``counts`` (host integers, one a row)."""
@@ -61,7 +64,7 @@ class Positions(tuple[int, ...]):
         self.longest = max(self, default=0)
         self.equal = not self or min(self) == self.longest
         self._array = None
-        self._columns = {}
+        self._shared = {}
         return self
 
     @property
@@ -76,12 +79,20 @@ class Positions(tuple[int, ...]):
 
     def columns(self, width: int) -> mx.array:
         """Return int32 ``[B, width]``: where each of the next ``width`` tokens of each row is written."""
-        if width not in self._columns:
+
+        def make() -> mx.array:
             import mlx.core as mx
 
-            self._columns[width] = self.array[:, None] + mx.arange(width, dtype=mx.int32)[None]
-        columns: mx.array = self._columns[width]
-        return columns
+            return self.array[:, None] + mx.arange(width, dtype=mx.int32)[None]
+
+        return self.shared(("columns", width), make)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned the first time: for what a layout computes once a step, not once a layer."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        value: T = self._shared[key]
+        return value
 
 
 @runtime_checkable
@@ -246,4 +257,23 @@ class CacheLayout(Protocol):
 
     def restore(self, state: RowState) -> BatchCache:
         """Return a cache with the one row that ``state`` describes; it shares the state's arrays and never writes them."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class BoundLayer:
+    """One layer and the layout that holds it, with the reason of the choice; likewise for each part of a composite."""
+
+    info: LayerInfo
+    layout: CacheLayout
+    options: Any
+    reason: str
+    parts: tuple[BoundLayer, ...] = ()
+
+
+class ComposedLayout(CacheLayout, Protocol):
+    """What a layout of kind "composite" is: it holds no storage idea but those of the layer's parts."""
+
+    def compose(self, parts: Sequence[BoundLayer]) -> CacheLayout:
+        """Return the layout of one layer whose parts are bound as ``parts``. Called once per such layer at bind."""
         ...

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from oarlock.core.contracts.layout import Positions
 from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.rings import Ring
+from oarlock.layouts.rotating import RotatingCache, RotatingLayout
 
 VOCABULARY = 64
 HEADS, KEY, VALUE = 2, 4, 6  # key and value sizes differ on purpose
@@ -19,23 +25,64 @@ PADDING = 63
 """The token that fills up a window behind a narrow row; no row is ever given it."""
 
 
-def solo(tokens, n):
-    """What the last ``n`` tokens of one row see, in float64: (HEADS, n, VALUE)."""
-    keys, values = KEYS[tokens].astype(np.float64), VALUES[tokens].astype(np.float64)
-    seen = []
-    for place in range(len(tokens) - n, len(tokens)):
-        scores = np.einsum("hd,thd->ht", QUERIES[tokens[place]].astype(np.float64), keys[: place + 1]) * KEY**-0.5
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        seen.append(np.einsum("ht,thd->hd", weights, values[: place + 1]))
-    return np.stack(seen, axis=1)
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A storage under test: how it is opened and restored, what tokens give it, what attention must see of them.
+
+    ``window`` None: everything is seen. Else a query sees the first ``keep`` positions and the newest others, ``window``
+    in all; ``slack`` is how many more columns there are.
+    """
+
+    open: Callable = lambda slots: FullCache(slots)
+    layout: Any = dataclasses.field(default_factory=FullLayout)
+    given: tuple = (KEYS, VALUES, QUERIES)
+    stored: tuple = (KEYS, VALUES)
+    window: int | None = None
+    keep: int = 0
+    slack: int = 0
+
+    def visible(self, place):
+        """The positions that a query at ``place`` sees."""
+        reach = place + 1 if self.window is None else self.window - self.keep
+        return [p for p in range(place + 1) if p < self.keep or p > place - reach]
+
+    def held(self, tokens):
+        """The positions that a stored row of ``tokens`` has."""
+        reach = tokens if self.window is None else self.window - self.keep
+        return [p for p in range(tokens) if p < self.keep or p >= tokens - reach]
+
+    def columns(self, lengths, width):
+        """How many columns a forward reads."""
+        longest = max(lengths)
+        if self.window is None:
+            return longest + width
+        if width > self.slack + 1:
+            return min(longest, self.window - 1) + width
+        return None  # it depends on the phases
+
+    def solo(self, tokens, n):
+        """What the last ``n`` tokens of one row see, in float64: (HEADS, n, VALUE)."""
+        keys, values = (table[tokens].astype(np.float64) for table in self.stored)
+        seen = []
+        for place in range(len(tokens) - n, len(tokens)):
+            at = self.visible(place)
+            query = self.given[2][tokens[place]].astype(np.float64)
+            scores = np.einsum("hd,thd->ht", query, keys[at]) * query.shape[-1] ** -0.5
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            seen.append(np.einsum("ht,thd->hd", weights, values[at]))
+        return np.stack(seen, axis=1)
+
+
+FULL = Kind()
 
 
 class Mirror:
     """``cache`` and ``lists``, the tokens that its rows must hold."""
 
-    def __init__(self, cache=None, dtype=mx.float32, tolerance=1e-5):
-        self.cache = cache if cache is not None else FullCache(1)
+    def __init__(self, cache=None, dtype=mx.float32, tolerance=1e-5, kind=FULL):
+        self.cache = cache if cache is not None else kind.open(1)
+        self.kind = kind
         self.lists = []
         self.dtype, self.tolerance = dtype, tolerance
         self._next = 0
@@ -56,7 +103,7 @@ class Mirror:
         seen = self.forward(new)
         for row, (before, fresh) in enumerate(zip(self.lists, new, strict=True)):
             if fresh:
-                wanted = solo(before + fresh, len(fresh))
+                wanted = self.kind.solo(before + fresh, len(fresh))
                 got = seen[row, :, : len(fresh)]
                 np.testing.assert_allclose(got, wanted, atol=self.tolerance, rtol=self.tolerance)
         self.cache.commit(kept)
@@ -72,11 +119,15 @@ class Mirror:
         offset = self.cache.offset
         assert (offset.tolist() if isinstance(offset, mx.array) else [offset] * len(new)) == list(starts)
         ids = np.array([fresh + [PADDING] * (width - len(fresh)) for fresh in new])  # (B, N)
-        keys, values = self.cache.update_and_fetch(_heads(KEYS, ids, self.dtype), _heads(VALUES, ids, self.dtype))
+        keys, values, queries = (_heads(table, ids, self.dtype) for table in self.kind.given)
+        scale = queries.shape[-1] ** -0.5
+        keys, values = self.cache.update_and_fetch(keys, values)
         assert keys.dtype == values.dtype == self.dtype
-        assert keys.shape[2] == values.shape[2] == starts.longest + width
-        queries = _heads(QUERIES, ids, self.dtype)
-        seen = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=KEY**-0.5, mask=mask)
+        assert keys.shape[2] == values.shape[2] == (self.kind.columns(starts, width) or keys.shape[2])
+        if isinstance(keys, mx.array):
+            seen = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        else:
+            seen = keys.attend(queries, scale, mask, None)
         return np.array(seen.astype(mx.float32))
 
     def join(self, other):
@@ -89,13 +140,14 @@ class Mirror:
         self.lists = [self.lists[i] for i in indices]
 
     def take(self, indices):
-        part = Mirror(self.cache.take(indices), self.dtype, self.tolerance)
+        part = Mirror(self.cache.take(indices), self.dtype, self.tolerance, self.kind)
         part.lists = [list(self.lists[i]) for i in indices]
         return part
 
     def restored(self, row, layout=None):
         """Extract a row and make a cache of it."""
-        part = Mirror((layout or FullLayout()).restore(self.cache.extract(row)), self.dtype, self.tolerance)
+        cache = (layout or self.kind.layout).restore(self.cache.extract(row))
+        part = Mirror(cache, self.dtype, self.tolerance, self.kind)
         part.lists = [list(self.lists[row])]
         return part
 
@@ -106,9 +158,10 @@ class Mirror:
         for row, tokens in enumerate(self.lists):
             arrays = self.cache.extract(row).arrays()
             assert set(arrays) == ({"keys", "values"} if tokens else set())
-            for array, table in zip(arrays.values(), (KEYS, VALUES), strict=False):
+            held = np.array(tokens, dtype=int)[self.kind.held(len(tokens))]
+            for array, table in zip(arrays.values(), self.kind.stored, strict=False):
                 got = np.array(array.astype(mx.float32))[0].transpose(1, 0, 2)  # (T, HEADS, D)
-                np.testing.assert_allclose(got, table[tokens], atol=self.tolerance, rtol=self.tolerance)
+                np.testing.assert_allclose(got, table[held], atol=self.tolerance, rtol=self.tolerance)
 
 
 def _heads(table, ids, dtype):
@@ -120,10 +173,10 @@ def _heads(table, ids, dtype):
 def mirror():
     """Make a `Mirror` around a cache; ``lengths`` fills it with rows of these lengths, each forwarded alone."""
 
-    def make(cache=None, *, lengths=(), dtype=mx.float32, tolerance=1e-5):
-        made = Mirror(cache, dtype, tolerance)
+    def make(cache=None, *, lengths=(), dtype=mx.float32, tolerance=1e-5, kind=FULL):
+        made = Mirror(cache, dtype, tolerance, kind)
         for length in lengths:
-            alone = Mirror(FullCache(1), dtype, tolerance)
+            alone = Mirror(kind.open(1), dtype, tolerance, kind)
             alone._next = made._next
             alone.add(1)
             if length:
@@ -131,5 +184,18 @@ def mirror():
             made._next = alone._next
             made.join(alone)
         return made
+
+    return make
+
+
+@pytest.fixture
+def ring_kind():
+    """Make the `Kind` of a ring; ``cache_type`` stands in for the cache that is proved right."""
+
+    def make(window=8, keep=0, slack=0, cache_type=RotatingCache):
+        def ring(slots):
+            return cache_type(slots, Ring(window=window, keep=keep, slack=slack))
+
+        return Kind(open=ring, layout=RotatingLayout(), window=window, keep=keep, slack=slack)
 
     return make

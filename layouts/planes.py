@@ -1,0 +1,72 @@
+"""Planes: the buffers in which a layer's rows are stored, by name. Which column is whose is not known here."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import mlx.core as mx
+
+COLUMN_STEP = 256
+"""Buffers grow in multiples of this many columns, as mlx-lm's do."""
+
+Planes: TypeAlias = dict[str, mx.array]
+"""Buffers ``[slots, H, columns, D]``; D differs from plane to plane, the rest does not."""
+
+Columns: TypeAlias = slice | mx.array
+"""Some columns of every row: a slice, an int32 vector ``[S]``, or int32 ``[B, S]`` where rows differ."""
+
+
+class PlainPlanes:
+    """Keys and values stored as they are. Mixed into a `slots.SlotCache`."""
+
+    planes: Planes
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The keys ``[slots, H, columns, D]``; some models replace them."""
+        return self.planes.get("keys")
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.planes["keys"] = keys
+
+    @property
+    def values(self) -> mx.array | None:
+        """The values likewise."""
+        return self.planes.get("values")
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self.planes["values"] = values
+
+    def encode(self, keys: mx.array, values: mx.array) -> Planes:
+        """Return both."""
+        return {"keys": keys, "values": values}
+
+    def decode(self, planes: Planes) -> tuple[mx.array, mx.array]:
+        """Return both."""
+        return planes["keys"], planes["values"]
+
+
+def picked(planes: Planes, rows: int, columns: Columns) -> Planes:
+    """Return ``columns`` of the first ``rows``: a view where they are a slice, else a copy."""
+    if isinstance(columns, slice):
+        return {name: plane[:rows, :, columns] for name, plane in planes.items()}
+    if columns.ndim == 1:
+        return {name: mx.take(plane[:rows], columns, axis=2) for name, plane in planes.items()}
+    at = (mx.arange(rows)[:, None], slice(None), columns)
+    return {name: plane[at].transpose(0, 2, 1, 3) for name, plane in planes.items()}
+
+
+def round_up(columns: int) -> int:
+    """Return ``columns`` as a multiple of `COLUMN_STEP`."""
+    return -(-columns // COLUMN_STEP) * COLUMN_STEP
+
+
+def grown(plane: mx.array, axis: int, more: int) -> mx.array:
+    """Return ``plane`` with ``more`` zeros behind it along an axis, always as an object of its own."""
+    if more <= 0:
+        return plane[:]
+    shape = list(plane.shape)
+    shape[axis] = more
+    return mx.concatenate([plane, mx.zeros(shape, plane.dtype)], axis=axis)

@@ -1,0 +1,250 @@
+"""Rows in slots: what layouts share that keep row i of every buffer for row i. It knows no token's column and no format.
+
+A join writes one slot, a leave moves at most the last row into the hole, and nothing copies all rows but growth.
+`docs/decisions` says what was measured against the alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from oarlock.core.contracts.layout import BatchCache, Positions
+from oarlock.layouts.planes import Planes, grown, round_up
+
+
+class SlotCache:
+    """Rows of a layer, row i in slot i of every plane.
+
+    A subclass says in which columns a row's tokens are (`_held`, `_room`) and how keys and values become planes and
+    are read back (`encode`, `decode`).
+    """
+
+    rewinds = True
+
+    def __init__(self, slots: int) -> None:
+        """Open without rows; ``slots`` are reserved at the first write."""
+        self.planes: Planes = {}
+        self._reserve = max(1, slots)
+        self._tokens: tuple[int, ...] = ()
+        self._starts = Positions(())
+        self._written = 0
+        self._used_slots = 0  # slots below this may hold what an earlier row left
+
+    # --- what a subclass says -------------------------------------------------------------------------
+
+    def encode(self, keys: mx.array, values: mx.array) -> Planes:
+        """Return keys and values ``[B, H, N, D]`` as planes of N columns."""
+        raise NotImplementedError
+
+    def decode(self, planes: Planes) -> tuple[Any, Any]:
+        """Return what attention gets, as keys and as values, for planes as `encode` makes them."""
+        raise NotImplementedError
+
+    def storage(self) -> Hashable:
+        """Describe the storage: rows join between caches that agree on it."""
+        raise NotImplementedError
+
+    def sibling(self, slots: int) -> SlotCache:
+        """Return a cache like this one, without rows."""
+        raise NotImplementedError
+
+    def _held(self, row: int) -> int:
+        """Return how many of the first columns row ``row`` fills."""
+        raise NotImplementedError
+
+    def _room(self, columns: int) -> int:
+        """Return how many columns to allocate where ``columns`` are needed."""
+        return round_up(columns)
+
+    # --- one forward ------------------------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
+        if self._starts.equal:
+            return (self._starts[0] if self._starts else 0) + self._written
+        return self._starts.array + self._written if self._written else self._starts.array
+
+    def begin(self, widths: Sequence[int], starts: Positions) -> None:
+        """Open a forward at ``starts``."""
+        if len(widths) != len(self._tokens) or len(starts) != len(self._tokens):
+            msg = f"begin got {len(widths)} widths and {len(starts)} starts for {len(self._tokens)} rows"
+            raise ValueError(msg)
+        self._starts, self._written = starts, 0
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Keep ``kept[i]`` tokens of row i; what stays behind them is overwritten by the next append."""
+        self._set_tokens(tuple(start + n for start, n in zip(self._starts, kept, strict=True)))
+
+    # --- rows -------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows held."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens per row."""
+        return self._tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(int(plane.nbytes) for plane in self.planes.values())
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the columns that rows fill."""
+        if not self.planes:
+            return 0
+        slots, _, columns, _ = self._first.shape
+        return self.nbytes // (slots * columns) * sum(map(self._held, range(self.rows)))
+
+    def arrays(self) -> list[mx.array]:
+        """Return the planes, once they exist."""
+        return list(self.planes.values())
+
+    def compact(self) -> None:
+        """Cut the planes to the rows there are and the columns they fill; without rows, drop them."""
+        if not self.planes:
+            return
+        rows = self.rows
+        columns = self._room(max(map(self._held, range(rows)), default=0) or 1)
+        self._used_slots = min(self._used_slots, rows)
+        if not rows:
+            self.planes = {}
+        elif rows < self._first.shape[0] or columns < self._first.shape[2]:
+            self.planes = {name: mx.contiguous(plane[:rows, :, :columns]) for name, plane in self.planes.items()}
+            mx.eval(self.arrays())
+
+    def add(self, n: int) -> None:
+        """Append ``n`` empty rows."""
+        self._reserve_slots(self.rows + n, 0)
+        self._set_tokens((*self._tokens, *([0] * n)))
+
+    def join(self, other: BatchCache, slots: Sequence[int]) -> None:
+        """Copy the rows of ``other`` into the next slots. Nothing changes when it raises."""
+        first = self.rows
+        count = first + other.rows if isinstance(other, SlotCache) else first
+        if not isinstance(other, SlotCache) or other.storage() != self.storage():
+            msg = f"rows of {_named(other)} cannot join rows of {_named(self)}"
+            raise TypeError(msg)
+        if list(slots) != list(range(first, count)):
+            msg = f"slots are {list(slots)}; the free ones are {list(range(first, count))}"
+            raise ValueError(msg)
+        columns = max(map(other._held, range(other.rows)), default=0)
+        if columns:
+            self._agree(other)
+            self._reserve = max(self._reserve, count)
+            self._reserve_columns(columns, other.planes)
+            self._reserve_slots(count, columns)
+            self._used_slots = max(self._used_slots, count)
+            for name, plane in other.planes.items():
+                self.planes[name][first:count, :, :columns] = plane[: other.rows, :, :columns]
+        else:
+            self._reserve_slots(count, 0)
+        self._set_tokens((*self._tokens, *other.tokens))
+
+    def take(self, indices: Sequence[int]) -> SlotCache:
+        """Return rows ``indices`` as a cache of their own: this very one when it is all of them."""
+        return self if list(indices) == list(range(self.rows)) else self._copy(indices)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Make old row ``indices[i]`` the new row i. Blocks once where rows move: MLX copies all of them otherwise."""
+        moved = [(new, old) for new, old in enumerate(indices) if new != old]
+        if moved and self.planes:
+            part, columns = self._copy([old for _, old in moved]), 0
+            target = mx.array([new for new, _ in moved], dtype=mx.int32)
+            if part.planes:
+                mx.eval(part.arrays())
+                columns = part._first.shape[2]
+                for name, plane in part.planes.items():
+                    self.planes[name][target, :, :columns] = plane
+            self._clear(target, columns)  # as in a join
+        self._set_tokens(tuple(self._tokens[old] for old in indices))
+
+    # --- storage ----------------------------------------------------------------------------------------
+
+    @property
+    def _first(self) -> mx.array:
+        """Any plane: slots and columns are those of all."""
+        return next(iter(self.planes.values()))
+
+    def _agree(self, other: SlotCache) -> None:
+        """Raise ValueError where rows of ``other`` have planes of another geometry or dtype."""
+        for name, plane in self.planes.items():
+            theirs = other.planes[name]
+            if theirs.dtype != plane.dtype:
+                msg = f"rows of dtype {theirs.dtype} cannot join rows of {plane.dtype} ({name})"
+                raise ValueError(msg)
+            if (theirs.shape[1], theirs.shape[3]) != (plane.shape[1], plane.shape[3]):
+                msg = f"rows of shape {theirs.shape} cannot join rows of shape {plane.shape} ({name})"
+                raise ValueError(msg)
+
+    def _copy(self, indices: Sequence[int]) -> SlotCache:
+        """Return rows ``indices`` copied. Dispatched: a pending reader makes the next append copy the whole plane."""
+        part = self.sibling(len(indices))
+        part._set_tokens(tuple(self._tokens[i] for i in indices))
+        columns = max(map(self._held, indices), default=0)
+        if self.planes and columns:
+            at = mx.array(list(indices), dtype=mx.int32)
+            part.planes = {name: mx.take(plane[:, :, :columns], at, axis=0) for name, plane in self.planes.items()}
+            part._used_slots = len(indices)
+            mx.async_eval(part.arrays())
+        return part
+
+    def _set_tokens(self, tokens: tuple[int, ...]) -> None:
+        self._tokens, self._starts, self._written = tokens, Positions(tokens), 0
+
+    def _write(self, new: Planes, at: int | mx.array) -> None:
+        """Put planes ``[B, H, N, D]`` at one column for all rows, or at columns int32 ``[B, N]`` of their own."""
+        for name, value in new.items():
+            rows, _, width, _ = value.shape
+            if isinstance(at, int):
+                self.planes[name][:rows, :, at : at + width] = value
+            else:  # the indexed axes come first: (B, N, H, D)
+                self.planes[name][mx.arange(rows)[:, None], :, at] = value.transpose(0, 2, 1, 3)
+            self._used_slots = max(self._used_slots, rows)
+
+    def _read(self, rows: int, columns: int) -> Planes:
+        """Return the first ``columns`` of the first ``rows``, without a copy."""
+        return {name: plane[:rows, :, :columns] for name, plane in self.planes.items()}
+
+    def _reserve_columns(self, needed: int, like: Mapping[str, mx.array]) -> None:
+        """Make room for ``needed`` columns, a quarter more than there are when it must grow."""
+        if not self.planes:
+            slots, columns = max(self._reserve, self.rows), self._room(needed)
+            self.planes = {
+                name: mx.zeros((slots, plane.shape[1], columns, plane.shape[3]), plane.dtype)
+                for name, plane in like.items()
+            }
+        elif needed > (columns := self._first.shape[2]):
+            more = self._room(max(needed, columns + columns // 4)) - columns
+            self.planes = {name: grown(plane, 2, more) for name, plane in self.planes.items()}
+
+    def _reserve_slots(self, needed: int, column: int) -> None:
+        """Make room for ``needed`` rows, doubling so that joins copy little on average, and clear the new ones.
+
+        Zero what earlier rows left there from ``column`` on: a stale NaN would spread through a zero weight.
+        """
+        if not self.planes:
+            return
+        if needed > (slots := self._first.shape[0]):
+            more = max(needed, 2 * slots) - slots
+            self.planes = {name: grown(plane, 0, more) for name, plane in self.planes.items()}
+        self._clear(slice(self.rows, min(needed, self._used_slots)), column)
+
+    def _clear(self, slots: slice | mx.array, column: int) -> None:
+        if isinstance(slots, slice) and slots.start >= slots.stop:
+            return
+        for plane in self.planes.values():
+            if column < plane.shape[2]:
+                plane[slots, :, column:] = 0
+
+
+def _named(cache: object) -> str:
+    return repr(cache.storage()) if isinstance(cache, SlotCache) else type(cache).__name__
