@@ -123,9 +123,15 @@ class SamplerGroup:
         self._opened = None
         params = [row.request.sampling for row in rows]
         if rows and self._vectorised:
-            shared = next((s for s in self._samplers if all(s.handles(p) for p in params)), None)
+            shared = next((s for s in self._samplers if all(self._serves(s, p) for p in params)), None)
             with contextlib.suppress(Exception):  # the row by row repetition finds whose it is
                 self._opened = shared.open(params) if shared is not None else None
+
+    def _serves(self, sampler: Sampler, params: SamplingParams) -> bool:
+        """Return whether ``sampler`` gives a row its own sampler's tokens: company must not choose another."""
+        own = next((each for each in self._samplers if each.handles(params)), None)
+        alike = params.greedy and own is not None and own.is_argmax_invariant and sampler.is_argmax_invariant
+        return sampler is own or (alike and sampler.handles(params))
 
     def draw(self, logits: mx.array, live: Sequence[bool], times: Times | None = None) -> PendingDraw:
         """Sample a token per row from ``logits`` [B, V] and start the evaluation. No sync."""
