@@ -80,6 +80,7 @@ def test_a_failed_row_raises_after_the_others_events(engines, successor, ask, co
     assert [event.token for event in rows["bad"]] == [41, 42]
 
 
+@pytest.mark.fault("K-09")
 @pytest.mark.parametrize("exhaust", [True, False])
 def test_a_consumer_that_stops_at_the_reason_is_no_quitter(engines, successor, exhaust, ask, told):
     """The row counts as finished, not as cancelled."""

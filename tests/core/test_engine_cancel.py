@@ -3,6 +3,7 @@
 import pytest
 
 from oarlock.core import FinishReason, Request
+from oarlock.core.driver import Driver
 from oarlock.core.engine import Engine
 from oarlock.core.handle import Handle
 from oarlock.core.testing import models
@@ -63,6 +64,7 @@ def check_outcome(model, state, victim, prompts, results, tokens):
         assert result.usage.generated_tokens == len(got)
 
 
+@pytest.mark.fault("K-01")
 @pytest.mark.parametrize("victim", range(4))
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipelined", "direct"])
@@ -71,6 +73,7 @@ def test_a_row_can_be_cancelled_in_every_state(tiny, told, state, victim, pipeli
     check_cancel(tiny, told, state, victim, max_batch=2 if state == "queued" else 4, pipeline=pipeline)
 
 
+@pytest.mark.fault("K-01", twin=True)
 @pytest.mark.parametrize("state", ["queued", "preparing", "decoding"])
 def test_a_cancel_that_does_nothing_is_found(tiny, told, state, monkeypatch):
     """The twin."""
@@ -79,6 +82,7 @@ def test_a_cancel_that_does_nothing_is_found(tiny, told, state, monkeypatch):
         check_cancel(tiny, told, state, 1, max_batch=2 if state == "queued" else 4)
 
 
+@pytest.mark.fault("K-08")
 def test_a_cancel_in_the_step_of_the_last_token_breaks_nothing(engines, successor, told, ask, counted):
     """Only one outcome is told."""
     engine = engines(successor, plugins=[told])
@@ -89,9 +93,8 @@ def test_a_cancel_in_the_step_of_the_last_token_breaks_nothing(engines, successo
     assert len(told.reasons) == 2
 
 
-def test_all_rows_can_be_cancelled_at_once(engines, successor, told, ask, counted):
-    """The engine is idle at the next step, holds nothing, and takes new requests."""
-    engine = engines(successor, plugins=[told], max_batch=3)
+def check_all_at_once(engine, told, ask, counted):
+    """Three running rows and three that were never admitted are cancelled in one go."""
     handles = [engine.submit(ask(i, 50)) for i in range(6)]
     for _ in range(4):
         engine.step()
@@ -104,3 +107,22 @@ def test_all_rows_can_be_cancelled_at_once(engines, successor, told, ask, counte
     stats = engine.stats()
     assert (stats["active_rows"], stats["pending_rows"], stats["kv_bytes"]) == (0, 0, 0)
     assert engine.submit(ask(9, 4)).result().token_ids == counted(9, 4)
+
+
+@pytest.mark.fault("K-08")
+def test_all_rows_can_be_cancelled_at_once(engines, successor, told, ask, counted):
+    """The engine is idle at the next step, holds nothing, and takes new requests."""
+    check_all_at_once(engines(successor, plugins=[told], max_batch=3), told, ask, counted)
+
+
+@pytest.mark.fault("K-08", twin=True)
+def test_a_cancel_that_expects_a_row_to_have_run_is_found(engines, successor, told, ask, counted, monkeypatch):
+    plain = Driver.conclude
+
+    def conclude(driver, row):
+        assert row.admitted_at, "no state to release"
+        plain(driver, row)
+
+    monkeypatch.setattr(Driver, "conclude", conclude)
+    with pytest.raises(AssertionError):
+        check_all_at_once(engines(successor, plugins=[told], max_batch=3), told, ask, counted)

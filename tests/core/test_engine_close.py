@@ -53,6 +53,7 @@ def test_an_error_inside_the_with_block_closes_the_engine(successor, ask):
         handles[0].result()
 
 
+@pytest.mark.fault("K-07")
 def test_engines_that_come_and_go_leave_no_memory(tiny):
     """Built and closed 20 times, with rows running and an exception inside: memory is back to where it was."""
 
@@ -85,6 +86,7 @@ def check_memory(model):
     assert held() <= before + 4096
 
 
+@pytest.mark.fault("K-07", twin=True)
 def test_an_engine_that_keeps_its_caches_is_found(tiny, monkeypatch):
     """The twin."""
     kept = []
@@ -206,10 +208,12 @@ def check_nothing_stays(engine, ask, draw):
     assert (stats["active_rows"], stats["pending_rows"], stats["kv_bytes"]) == (0, 0, 0)
 
 
+@pytest.mark.fault("K-04")
 def test_500_requests_leave_nothing_behind(engines, successor, ask):
     check_nothing_stays(engines(successor, max_batch=4), ask, random.Random(3))
 
 
+@pytest.mark.fault("K-04", twin=True)
 def test_an_engine_that_remembers_its_rows_is_found(engines, successor, ask, monkeypatch):
     """The twin."""
     kept, settle = [], Row.settle

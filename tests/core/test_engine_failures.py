@@ -28,6 +28,7 @@ def check_nan(engine, model, ask, counted, told, sampling, start):
     assert engine.stats()["recoveries"] == 0
 
 
+@pytest.mark.fault("I-02")
 @pytest.mark.parametrize("settings", [{}, {"pipeline": False}, {"early_first_token": False}], ids=str)
 @pytest.mark.parametrize("start", [42, 41, 38], ids=["first token", "second token", "later"])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
@@ -37,6 +38,7 @@ def test_a_row_of_nan_ends_at_once(engines, successor, ask, counted, told, sampl
     check_nan(engine, successor, ask, counted, told, sampling, start)
 
 
+@pytest.mark.fault("I-02", twin=True)
 @pytest.mark.parametrize("start", [42, 38])
 def test_an_engine_that_believes_nan_is_found(engines, successor, ask, counted, told, start, monkeypatch):
     """The twin."""
@@ -54,6 +56,7 @@ def test_an_engine_that_believes_nan_is_found(engines, successor, ask, counted, 
 # --- forwards that raise ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("I-03")
 @pytest.mark.parametrize("settings", [{}, {"pipeline": False}, {"early_first_token": False}], ids=str)
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 6])
 def test_one_failing_forward_costs_nobody(engines, successor, ask, counted, call, settings):
@@ -91,6 +94,7 @@ def _collector(got, i):
     return lambda event: got.append((i, event.token))
 
 
+@pytest.mark.fault("I-03")
 @pytest.mark.parametrize("settings", [{}, {"pipeline": False}], ids=str)
 @pytest.mark.parametrize("start", [42, 41, 39], ids=["prefill", "first decode", "later"])
 @pytest.mark.parametrize("rows", [2, 3, 8])
@@ -100,6 +104,7 @@ def test_a_row_whose_step_fails_is_found_by_halves(engines, successor, ask, coun
     check_guilty(successor_engine, successor, ask, counted, rows, start)
 
 
+@pytest.mark.fault("I-03", twin=True)
 def test_a_recovery_that_blames_all_rows_is_found(engines, successor, ask, counted, monkeypatch):
     """The twin."""
     monkeypatch.setattr(
@@ -117,6 +122,7 @@ def test_a_lone_row_that_fails_is_rejected(engines, successor, ask, counted):
     assert engine.submit(ask(10, 3)).result().token_ids == counted(10, 3)
 
 
+@pytest.mark.fault("I-04")
 def test_a_model_that_always_fails_is_not_tried_for_ever(engines, successor, ask, counted):
     """Running and queued rows get the error after a bounded number of forwards; the engine is idle and usable."""
     engine = engines(successor, max_batch=2)

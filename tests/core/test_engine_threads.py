@@ -9,10 +9,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from oarlock.core import Request, SamplingParams, hookimpl
+from oarlock.core import Request, SamplingParams, hookimpl, layers
 from oarlock.core.engine import Engine
 from oarlock.core.errors import EngineClosed, WrongThread
 from oarlock.core.handle import Handle
+from oarlock.core.sampling import SamplerGroup
 from oarlock.core.testing import models
 from oarlock.layouts.full import FullCache, FullLayout, FullOptions
 
@@ -113,18 +114,39 @@ def check_four_threads(model):
     assert all(type(event.logprob.logprob) is float for event in events[:-1])
 
 
+@pytest.mark.fault("J-01")
 def test_an_engine_is_built_driven_and_closed_on_different_threads(tiny):
     check_four_threads(tiny)
 
 
-def test_a_model_with_lazy_arrays_is_evaluated_where_it_is_bound(tiny):
-    """Rope tables and the like still carry the building thread: an engine that runs elsewhere must not meet them."""
-    lazy = models.build("tiny-full")
-    lazy.update(tree_map(lambda weight: weight * 1.0, lazy.parameters()))
-    for module in lazy.modules():
+def lazy_model():
+    """Its weights and a private array, such as a rope table, are not evaluated."""
+    model = models.build("tiny-full")
+    model.update(tree_map(lambda weight: weight * 1.0, model.parameters()))
+    for module in model.modules():
         module._private = mx.arange(4) * 2.0
-    check_four_threads(lazy)
-    assert lazy.model._private.tolist() == [0, 2, 4, 6]
+    return model
+
+
+@pytest.mark.fault("J-02")
+def test_a_model_with_lazy_arrays_is_evaluated_where_it_is_bound():
+    """They carry the building thread: an engine that runs elsewhere must not meet them."""
+    model = lazy_model()
+    engine = Engine(model)
+    assert in_thread(model.model._private.tolist) == [0, 2, 4, 6]
+    engine.close()
+    check_four_threads(lazy_model())
+
+
+@pytest.mark.fault("J-01", twin=True)
+@pytest.mark.fault("J-02", twin=True)
+def test_a_bind_that_evaluates_nothing_is_found(monkeypatch):
+    """The twin: the first step on another thread meets the building thread's arrays."""
+    monkeypatch.setattr(layers, "evaluate", lambda model: None)
+    model = lazy_model()
+    config = {"scheduler": {"verify": False}}
+    with pytest.raises(RuntimeError, match="Stream"), Engine(model, config=config) as engine:
+        in_thread(lambda: engine.generate([Request(prompt_ids=[1, 2], max_tokens=2)]))
 
 
 def test_result_waits_on_a_second_thread_while_the_first_drives(engines, successor, ask, counted):
@@ -239,10 +261,12 @@ def check_cancels(model, seconds_per_thread=60):
     assert all(len(result.token_ids) == 12 for _, result in finished)
 
 
+@pytest.mark.fault("J-04")
 def test_cancels_from_eight_threads_touch_no_cache(tiny):
     check_cancels(tiny)
 
 
+@pytest.mark.fault("J-04", twin=True)
 def test_a_cancel_that_edits_the_batch_itself_is_found(tiny, monkeypatch):
     """The twin: it asks the running caches, as an abort on the caller's thread would."""
     plain = Handle.cancel
@@ -256,11 +280,11 @@ def test_a_cancel_that_edits_the_batch_itself_is_found(tiny, monkeypatch):
         check_cancels(tiny)
 
 
-def test_draws_do_not_depend_on_the_thread(tiny):
+def check_draws(model):
     """Seeded: the same on every thread. Unseeded: different on every thread, whatever the threads' own state is."""
 
     def draw(seed):
-        with Engine(tiny) as engine:
+        with Engine(model) as engine:
             sampling = SamplingParams(temperature=1.0, seed=seed)
             return engine.generate([Request(prompt_ids=[1, 2], max_tokens=10, sampling=sampling)])[0].token_ids
 
@@ -269,3 +293,20 @@ def test_draws_do_not_depend_on_the_thread(tiny):
     assert len(set(seeded)) == 1
     assert draw(2) != seeded[0]
     assert len({in_thread(lambda: draw(None)) for _ in range(3)} | {draw(None)}) == 4
+
+
+@pytest.mark.fault("M-01")
+def test_draws_do_not_depend_on_the_thread(tiny):
+    check_draws(tiny)
+
+
+@pytest.mark.fault("M-01", twin=True)
+def test_keys_from_the_threads_own_generator_are_found(tiny, monkeypatch):
+    """MLX's generator is per thread, and every new thread starts alike."""
+
+    def keys(group):
+        return mx.random.randint(0, 2**31 - 1, (len(group._rows), 2)).astype(mx.uint32)
+
+    monkeypatch.setattr(SamplerGroup, "_keys", keys)
+    with pytest.raises(AssertionError):
+        check_draws(tiny)

@@ -50,11 +50,13 @@ def check_callback_error(engine, ask, counted):
     assert engine.stats()["recoveries"] == 0
 
 
+@pytest.mark.fault("I-05")
 @pytest.mark.parametrize("settings", [{}, {"pipeline": False}, {"max_batch": 2}])
 def test_a_consumer_that_raises_costs_its_own_row_only(engines, successor, ask, counted, settings):
     check_callback_error(engines(successor, **settings), ask, counted)
 
 
+@pytest.mark.fault("I-05", twin=True)
 def test_an_emitter_that_lets_errors_out_is_found(engines, successor, ask, counted, monkeypatch):
     """The twin: the error leaves the emission and is taken for the group's."""
 
@@ -156,6 +158,7 @@ def test_usage_counts_and_times(engines, successor, letters):
     assert one.decode_ms < usage.decode_ms
 
 
+@pytest.mark.fault("M-14")
 def test_rows_without_a_seed_differ_and_can_be_repeated(engines, tiny):
     """Ten equal requests in one submit, and in a second engine: all distinct; the reported seed repeats each."""
     request = Request(prompt_ids=[1, 2, 3], max_tokens=12, sampling=SamplingParams(temperature=1.0))

@@ -24,6 +24,7 @@ def refused(make, error, **facts):
 # --- refused where the request is made -------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("L-04")
 @pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, False, NAN, math.inf, []])
 def test_max_tokens_is_a_whole_number_from_1(value):
     refused(lambda: Request(prompt_ids=[1], max_tokens=value), errors.InvalidMaxTokens, got=value, name="max_tokens")
@@ -139,6 +140,7 @@ def engine_cases():
 CASES = list(engine_cases())
 
 
+@pytest.mark.fault("L-06")
 @pytest.mark.parametrize(("fields", "error", "facts"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_bad_request_changes_nothing(engines, successor, ask, counted, fields, error, facts):
     """Nothing is queued, and the running row and a later one get their tokens."""

@@ -143,6 +143,7 @@ def test_begin_refuses_other_rows(mirror, counts):
         rows.cache.begin(counts[0], Positions(counts[1]))
 
 
+@pytest.mark.fault("F-08")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 def test_the_dtype_stays(mirror, dtype):
     """Join, growth, keep, take, extract and restore keep it; a join of another dtype is refused."""

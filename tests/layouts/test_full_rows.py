@@ -73,14 +73,12 @@ def test_a_cache_that_does_not_clear_is_found(mirror):
 # --- join ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [(), (0, 0, 0), (4, 2)])
-@pytest.mark.parametrize("second", [(0,), (0, 0, 0), (3, 5), (300,)])
-def test_empty_and_filled_rows_join_either_way(mirror, first, second):
-    """Three empty rows with two filled ones and the reverse, then a padded chunk, then decode."""
-    rows = mirror()
+def check_join(cache_type, make, first, second):
+    """Rows join, then a padded chunk, then decode."""
+    rows = make(cache_type(1))
     if first:
-        rows.join(mirror(lengths=first))
-    rows.join(mirror(lengths=second))
+        rows.join(make(lengths=first))
+    rows.join(make(lengths=second))
     rows.check()
     count = rows.cache.rows
     rows.step([1 + i % 3 for i in range(count)])
@@ -88,17 +86,61 @@ def test_empty_and_filled_rows_join_either_way(mirror, first, second):
     rows.check()
 
 
-def test_rows_filtered_before_their_first_token_work(mirror):
+def check_early_filter(cache_type, make):
     """Filter right after creation, then prefill."""
-    rows = mirror()
+    rows = make(cache_type(1))
     rows.add(3)
     rows.keep([2, 0])
+    rows.check()
     rows.step([3, 5])
     rows.keep([1])
     rows.add(1)
     rows.keep([1, 0])
     rows.step([2, 2])
     rows.check()
+
+
+@pytest.mark.fault("F-04")
+@pytest.mark.parametrize("first", [(), (0, 0, 0), (4, 2)])
+@pytest.mark.parametrize("second", [(0,), (0, 0, 0), (3, 5), (300,)])
+def test_empty_and_filled_rows_join_either_way(mirror, first, second):
+    """Three empty rows with two filled ones, and the reverse."""
+    check_join(FullCache, mirror, first, second)
+
+
+@pytest.mark.fault("F-06")
+def test_rows_filtered_before_their_first_token_work(mirror):
+    check_early_filter(FullCache, mirror)
+
+
+class CountsTheOthers(FullCache):
+    """Where it holds nothing yet, makes a placeholder with as many rows as the joiner has."""
+
+    def join(self, other, slots):
+        if self.keys is None:
+            self._set_tokens((0,) * other.rows)
+        super().join(other, range(self.rows, self.rows + other.rows))
+
+
+class FiltersBelowZero(FullCache):
+    """Takes padding away from a row that has none yet."""
+
+    def keep(self, indices):
+        super().keep(indices)
+        if self.keys is None:
+            self._set_tokens(tuple(tokens - 3 for tokens in self._tokens))
+
+
+@pytest.mark.fault("F-04", twin=True)
+def test_a_placeholder_of_the_wrong_size_is_found(mirror):
+    with pytest.raises((AssertionError, ValueError)):
+        check_join(CountsTheOthers, mirror, (0, 0, 0), (3, 5))
+
+
+@pytest.mark.fault("F-06", twin=True)
+def test_a_filter_below_zero_is_found(mirror):
+    with pytest.raises((AssertionError, ValueError)):
+        check_early_filter(FiltersBelowZero, mirror)
 
 
 @pytest.mark.parametrize("slots", [[0], [3], [2, 3], [], [1]])

@@ -22,6 +22,7 @@ def run(zoo, arrival, requests, every=0, layout=None, **settings):
     return results
 
 
+@pytest.mark.fault("B-01")
 @pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipelined", "direct"])
 @pytest.mark.parametrize("chunk", [4, 7, 512])
@@ -47,6 +48,7 @@ def test_no_policy_changes_a_token(zoo, arrival, agreement, policy, tail_split):
     agreement(results, zoo.serial(NAME, prompts, TOKENS)).check()
 
 
+@pytest.mark.fault("B-09")
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7])
 def test_no_prompt_length_is_special(zoo, arrival, agreement, chunk):
     """Prompts of 1 to 20 tokens against every chunk: each position is processed exactly once."""
@@ -57,6 +59,7 @@ def test_no_prompt_length_is_special(zoo, arrival, agreement, chunk):
         agreement(results, zoo.serial(NAME, prompts, 4)).check()
 
 
+@pytest.mark.fault("B-05")
 def test_a_short_row_beside_a_long_one_sees_no_padding(zoo, arrival, agreement):
     """Lengths 1 and 40 with chunk 5: nothing is padded, nothing is NaN."""
     prompts = zoo.prompts(NAME, (1, 40))
@@ -186,6 +189,7 @@ def plugin(cache_type):
     return Plugin()
 
 
+@pytest.mark.fault("B-01", twin=True)
 @pytest.mark.parametrize("broken", [OneMask, OnePosition, StaleRegister])
 def test_a_broken_layout_is_found(zoo, arrival, agreement, broken):
     """Bound without the probe, each of these makes the comparison fail."""
