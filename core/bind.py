@@ -9,26 +9,17 @@ import attrs
 
 from oarlock.core import layers as reading
 from oarlock.core.config import EngineConfig, parse_options
-from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo
+from oarlock.core.contracts.composition import APART, BoundLayer
+from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.contracts.method import GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
 from oarlock.core.contracts.sampler import Sampler
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.errors import LayoutRefused, UnsupportedLayer
 from oarlock.core.manager import PluginSet
-from oarlock.core.probe import probe
+from oarlock.core.probe import Verdict, probe
 from oarlock.core.publication import NullStateCache
 from oarlock.core.sampling import specialised_first
-
-
-@attrs.frozen(kw_only=True)
-class BoundLayer:
-    """One layer and the layout that holds it, with the reason of the choice."""
-
-    info: LayerInfo
-    layout: CacheLayout
-    options: Any
-    reason: str
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -36,7 +27,7 @@ class BoundModel:
     """A composition: fixed for the life of an engine.
 
     ``vocabulary`` is the rows of the embedding (token ids stay below it), ``positions`` the most tokens of a
-    sequence or None, ``honours_lengths`` whether recurrent layers mind per-row widths.
+    sequence or None, ``verdict`` what the probe found.
     """
 
     model: Any
@@ -51,11 +42,23 @@ class BoundModel:
     method_reason: str
     vocabulary: int
     positions: int | None
-    honours_lengths: bool = False
+    verdict: Verdict = attrs.field(factory=Verdict)
+
+    @property
+    def honours_lengths(self) -> bool:
+        """Return whether recurrent layers mind per-row widths; False where nobody looked."""
+        return self.verdict.honours_lengths
 
     def open_caches(self, *, slots: int, window: int) -> list[BatchCache]:
         """Return one cache per layer, without rows, as the plain list that models expect."""
         return [layer.layout.open(layer.info, layer.options, slots=slots, window=window) for layer in self.layers]
+
+    def apart(self, verdict: Verdict) -> BoundModel:
+        """Return this composition with rows of different length apart, in every layer."""
+        info = LayerInfo(index=-1, path="of all lengths", kind=APART)
+        wrap = self.plugins.resolve("layout", _own(info, self.plugins)[0])
+        layers = [attrs.evolve(layer, layout=wrap.compose([layer])) for layer in self.layers]
+        return attrs.evolve(self, layers=tuple(layers), verdict=verdict)
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
@@ -80,14 +83,15 @@ class BoundModel:
             {
                 "part": f"layer {layer.info.path}",
                 "kind": layer.info.kind,
-                "choice": layer.layout.name,
+                "choice": " + ".join(part.layout.name for part in layer.parts) or layer.layout.name,
                 "detail": _geometry(layer.info),
-                "reason": layer.reason,
+                "reason": "; ".join(dict.fromkeys(each.reason for each in layer.parts or [layer])),
             }
             for layer in self.layers
         ]
         settings = self.config.scheduler
         lines += [
+            {"part": "rows", "kind": "", **self.verdict.explain()},
             {"part": "method", "kind": "", "choice": self.method, "detail": "", "reason": self.method_reason},
             {
                 "part": "samplers",
@@ -157,9 +161,9 @@ def bind(
     )
     reading.evaluate(model)
     plugins.registries.freeze()
-    if config.scheduler.verify:
-        probe(bound)
-    return bound
+    if not config.scheduler.verify:
+        return bound
+    return probe(bound)
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:
@@ -189,10 +193,13 @@ def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: Plug
     if info.kind not in layout.kinds:
         raise LayoutRefused(name, info.path, f"it holds {', '.join(sorted(layout.kinds))}, the layer is {info.kind}")
     parsed = parse_options(layout.options, options, section)
+    parts = tuple(_bind_layer(part, model, config, plugins) for part in info.parts)
+    if parts:
+        layout = layout.compose(parts)
     refusal = layout.refuses(info, parsed)
     if refusal is not None:
         raise LayoutRefused(name, info.path, refusal)
-    return BoundLayer(info=info, layout=layout, options=parsed, reason=reason)
+    return BoundLayer(info=info, layout=layout, options=parsed, reason=reason, parts=parts)
 
 
 def _own(info: LayerInfo, plugins: PluginSet) -> tuple[str, str]:

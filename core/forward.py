@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from oarlock.core.contracts.composition import PartedCache
 from oarlock.core.contracts.layout import BatchCache, Positions
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def forward(bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widt
     try:
         for cache in caches:
             cache.begin(widths, starts)
-        logits: mx.array = bound.model(ids, cache=list(caches))
+        together = bound.verdict.ragged
+        logits: mx.array = bound.model(ids, cache=list(caches)) if together else _by_part(bound.model, caches, ids)
     except Exception as cause:
         nothing = [0] * len(starts)
         for cache in caches:
@@ -40,19 +42,34 @@ def forward(bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widt
     return logits
 
 
+def _by_part(model: Any, caches: Sequence[Any], ids: mx.array) -> mx.array:
+    """Return logits ``[B, W, V]``, computed in one forward for each part of the rows."""
+    whole: PartedCache = caches[0]
+    logits, order = [], []
+    for index, part in enumerate(whole.parts):
+        rows = ids[mx.array(part.places, dtype=mx.int32)]
+        logits.append(model(rows, cache=[cache.parts[index].cache for cache in caches]))
+        order += part.places
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return mx.concatenate(logits)[mx.array(back, dtype=mx.int32)] if back != order or len(logits) > 1 else logits[0]
+
+
 def settle(
     bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]
 ) -> None:
     """Close a forward so that row i holds ``kept[i]`` of its tokens on every layer.
 
     Layers that cannot rewind (recurrent) drop a row that was cut in the middle; its accepted tokens are then
-    forwarded again: once for models that honour ``lengths``, else once per distinct count.
+    forwarded again: once for models that honour ``lengths``, else once per distinct count, since padding spoils
+    the states of those models. For the same reason they keep no row that was padded.
     """
-    if list(kept) == list(widths) or all(cache.rewinds for cache in caches):
+    window = max(widths, default=0)
+    sound = [bound.honours_lengths or width in (0, window) for width in widths]
+    if all(cache.rewinds for cache in caches) or (list(kept) == list(widths) and all(sound)):
         for cache in caches:
             cache.commit(kept)
         return
-    whole = [n if n == width else 0 for n, width in zip(kept, widths, strict=True)]
+    whole = [n if n == width and ok else 0 for n, width, ok in zip(kept, widths, sound, strict=True)]
     for cache in caches:
         cache.commit(whole)
     left = [n - done for n, done in zip(kept, whole, strict=True)]

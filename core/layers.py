@@ -81,6 +81,7 @@ def _info(index: int, path: str, cache: Any, seen: dict[int, tuple[mx.array, mx.
         return LayerInfo(index=index, path=path, kind="composite", parts=parts)
     kind = _KINDS.get(type(cache), type(cache).__name__)
     keys, values = seen.get(id(cache), (None, None))
+    states = cache.cache if kind == "recurrent" else ()
     return LayerInfo(
         index=index,
         path=path,
@@ -92,7 +93,8 @@ def _info(index: int, path: str, cache: Any, seen: dict[int, tuple[mx.array, mx.
         window=cache.max_size if kind == "rotating" else 0,
         keep=cache.keep if kind == "rotating" else 0,
         chunk=cache.chunk_size if kind == "chunked" else 0,
-        slots=len(cache.cache) if kind == "recurrent" else 0,
+        slots=len(states),
+        state_bytes=sum(state.nbytes for state in states if state is not None),
     )
 
 

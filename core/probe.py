@@ -1,80 +1,167 @@
-"""The bind probe: does a row keep its scores in company? It compares; it repairs nothing."""
+"""The bind probe: do rows keep their scores and their states in company? It compares; it repairs nothing.
+
+A forward that raises for rows of different length, or that is seen to take one position for all of them, is allowed
+to run them apart (`core.apart`), and the verdict names the model's line. Any other difference is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 import mlx.core as mx
+import structlog
 
-from oarlock.core.contracts.layout import BatchCache
+from oarlock.core import rehearsal
 from oarlock.core.errors import ModelNotBatchable
-from oarlock.core.forward import ForwardFailed, forward, settle
+from oarlock.core.evidence import line_of, one_position_for_all
+from oarlock.core.forward import ForwardFailed
+from oarlock.core.rehearsal import Prompt, State, Trace
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
-_LENGTHS = (5, 3)
-_STEPS = 2
 _TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
-"""Largest difference allowed, as a share of the scores' spread: kernels may differ by rows, masks must not."""
+"""Largest difference allowed, as a share of the spread: kernels may differ by rows, masks must not."""
+_PACKED = 0.1
+"""Share of packed integers that may differ: a value on the edge of two codes falls either way."""
 
-Prompt = Sequence[int]
+_log = structlog.get_logger(__name__)
 
 
-def probe(bound: BoundModel) -> None:
-    """Run rows alone, beside one of another length, and three of one length, which share one offset.
+@attrs.frozen(kw_only=True)
+class Verdict:
+    """What the probe found; the defaults are those of a model that nobody probed.
 
-    Kernels take another way in each of the three. Raises `errors.ModelNotBatchable` with the reason.
+    ``honours_lengths``: padding stays out of the states of recurrent layers. ``ragged``: rows of different length
+    share a forward; False with the reason and the line of the model in ``reason``. ``sensitive``: the probe would
+    have seen one row's scores in place of another's.
     """
-    long, short = ([(7919 * i + 13 * row + 1) % bound.vocabulary for i in range(n)] for row, n in enumerate(_LENGTHS))
+
+    probed: bool = False
+    honours_lengths: bool = False
+    recurrent: bool = False
+    ragged: bool = True
+    reason: str = ""
+    sensitive: bool = True
+
+    def explain(self) -> dict[str, str]:
+        """Return the choice, a detail and its reason."""
+        detail = ""
+        if self.recurrent:
+            detail = f"recurrent layers {'mind' if self.honours_lengths else 'do not mind'} the lengths of padded rows"
+        if not self.ragged:
+            return {"choice": "equal lengths share a forward", "detail": detail, "reason": self.reason}
+        reason = "bind probe" if self.probed else "not probed: scheduler.verify is off"
+        if not self.sensitive:
+            reason += ", which proves little: the scores hardly depend on the past"
+        return {"choice": "all lengths share a forward", "detail": detail, "reason": reason}
+
+
+def probe(bound: BoundModel) -> BoundModel:
+    """Return the composition as it may run, with its verdict.
+
+    Rows run alone, three of one length (they share one offset), and some beside others of other lengths, where they
+    are added empty, prefilled in company, and joined: kernels take another way in each case. Raises
+    `errors.ModelNotBatchable` with the reason and the first layer whose state differs.
+    """
+    long, short = rehearsal.prompts(bound)
     try:
-        alone, beside = _run(bound, [[long]]), _run(bound, [[short]])
-        ragged = _run(bound, [[long], [short]])
-        equal = _run(bound, [[short] * 3])
+        alone = [rehearsal.together(bound, [prompt])[0] for prompt in (long, short)]
+        equal = rehearsal.together(bound, [short] * 3)
+        _compare(bound, [alone[1]] * 3, equal, "a row among three of one length")
+        verdict = Verdict(probed=True, sensitive=_moved(alone[0].scores[-1], alone[1].scores[-1]) > 1)
+        expected = [alone[0], alone[1], alone[1]]
+        reason = _forces_apart(bound, expected, long, short)
+        if reason:
+            verdict = attrs.evolve(verdict, ragged=False, reason=reason)
+            bound = bound.apart(verdict)
+            company = rehearsal.company(bound, long, short)
+            _compare(bound, expected, company, "a row beside others, those of one length together,")
+        honours = _honours_lengths(bound, long, short)
     except ForwardFailed as failure:
-        reason = f"{type(failure.cause).__name__}: {failure.cause}"
-        raise ModelNotBatchable(bound.model_type, f"a forward of rows raises {reason}") from failure.cause
-    _compare(bound, [alone, beside], ragged, "a row beside one of another length")
-    _compare(bound, [beside] * 3, equal, "a row among three of one length")
+        reason = f"a forward of rows raises {type(failure.cause).__name__}: {failure.cause}"
+        raise ModelNotBatchable(bound.model_type, reason) from failure.cause
+    if not verdict.sensitive:
+        _log.warning("probe_proves_little", model=bound.model_type)
+    verdict = attrs.evolve(verdict, recurrent=honours is not None, honours_lengths=bool(honours))
+    return attrs.evolve(bound, verdict=verdict)
 
 
-def _compare(bound: BoundModel, alone: Sequence[mx.array], together: mx.array, who: str) -> None:
-    solo = mx.concatenate(list(alone), axis=1).astype(mx.float32)  # (steps, rows, V)
-    batch = together.astype(mx.float32)
-    spread = mx.max(solo) - mx.min(solo)
-    worst: float = (mx.max(mx.abs(solo - batch)) / mx.maximum(spread, 1e-6)).item()  # type: ignore[assignment]
-    allowed = _TOLERANCE.get(str(together.dtype).rpartition(".")[2], _TOLERANCE["bfloat16"])
-    if not worst <= allowed:
-        reason = f"scores of {who} differ by {worst:.2g} of their spread (at most {allowed})"
-        raise ModelNotBatchable(bound.model_type, reason)
+def _forces_apart(bound: BoundModel, expected: Sequence[Trace], long: Prompt, short: Prompt) -> str:
+    """Return why rows of different length cannot share a forward, naming the line; "" where they can."""
+    try:
+        company = rehearsal.company(bound, long, short)
+        _compare(bound, expected, company, "a row beside others of other lengths")
+    except ForwardFailed as failure:
+        line = line_of(failure.cause, bound.model)
+        if line is None:
+            raise
+        return f"{line} raises {type(failure.cause).__name__}"
+    except ModelNotBatchable:
+        with one_position_for_all(bound.model) as lines:
+            rehearsal.company(bound, long, short)
+        if not lines:
+            raise
+        return f"{lines[0]} takes one position for all rows"
+    return ""
 
 
-def _run(bound: BoundModel, cohorts: Sequence[Sequence[Prompt]]) -> mx.array:
-    """Prefill each cohort's prompts together, join the cohorts, decode fixed tokens; return logits [steps, rows, V]."""
-    group: list[BatchCache] = []
-    rows: list[Prompt] = []
-    firsts: list[mx.array] = []
-    for prompts in cohorts:
-        caches = bound.open_caches(slots=1, window=1)
-        for cache in caches:
-            cache.add(len(prompts))
-        firsts.append(_step(bound, caches, [list(prompt) for prompt in prompts]))
-        mx.eval([array for cache in caches for array in cache.arrays()])
-        places = range(len(rows), len(rows) + len(prompts))
-        rows += prompts
-        if not group:
-            group = caches
+def _honours_lengths(bound: BoundModel, long: Prompt, short: Prompt) -> bool | None:
+    """Say whether the recurrent states of a padded row come out as alone; None without such layers."""
+    if all(cache.rewinds for cache in bound.open_caches(slots=1, window=1)):
+        return None
+    alone = [rehearsal.window(bound, [row], [width])[0] for row, width in ((long, 3), (short, 1))]
+    padded = rehearsal.window(bound, [long, short], [3, 1])
+    return all(_first_differing(one, other) is None for one, other in zip(alone, padded, strict=True))
+
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+
+def _compare(bound: BoundModel, alone: Sequence[Trace], together: Sequence[Trace], who: str) -> None:
+    """Raise `errors.ModelNotBatchable` where scores or recurrent states differ, naming the first layer that does."""
+    for one, other in zip(alone, together, strict=True):
+        worst = _moved(one.scores, other.scores)
+        recurrent = [state for state in one.states if state.recurrent]
+        if worst <= 1 and _first_differing(recurrent, [state for state in other.states if state.recurrent]) is None:
             continue
-        for cache, other in zip(group, caches, strict=True):
-            cache.join(other, places)
-    steps = [_step(bound, group, [[prompt[step]] for prompt in rows]) for step in range(_STEPS)]
-    return mx.stack([mx.concatenate(firsts), *steps])
+        layer = _first_differing(one.states, other.states)
+        allowed = _allowed(one.scores)
+        reason = f"scores of {who} differ by {worst * allowed:.2g} of their spread (at most {allowed})"
+        reason += f"; the first state that differs is that of layer {layer}" if layer else "; no layer's state differs"
+        raise ModelNotBatchable(bound.model_type, reason, layer)
 
 
-def _step(bound: BoundModel, caches: Sequence[BatchCache], tokens: list[list[int]]) -> mx.array:
-    ids = mx.array(tokens, dtype=mx.uint32)
-    widths = [ids.shape[1]] * ids.shape[0]
-    logits = forward(bound, caches, ids, widths)
-    settle(bound, caches, ids, widths, widths)
-    return logits[:, -1]
+def _first_differing(one: Sequence[State], other: Sequence[State]) -> str | None:
+    """Return the first layer whose state differs, whatever the order in which its layout keeps the tokens."""
+    for mine, theirs in zip(one, other, strict=True):
+        for name, array in mine.arrays.items():
+            twin = theirs.arrays.get(name)
+            if (
+                twin is not None
+                and twin.size == array.size
+                and _differs(mx.sort(array.flatten()), mx.sort(twin.flatten()))
+            ):
+                return mine.layer
+    return None
+
+
+def _differs(one: mx.array, other: mx.array) -> bool:
+    if mx.issubdtype(one.dtype, mx.floating):
+        return not _moved(one, other) <= 1
+    share: float = mx.mean((one != other).astype(mx.float32)).item()  # type: ignore[assignment]
+    return share > _PACKED
+
+
+def _moved(one: mx.array, other: mx.array) -> float:
+    """Return the largest difference as a multiple of what is allowed; NaN where something is not a number."""
+    mine, theirs = one.astype(mx.float32), other.astype(mx.float32)
+    spread = mx.max(mine) - mx.min(mine)
+    worst: float = (mx.max(mx.abs(mine - theirs)) / mx.maximum(spread, 1e-6)).item()  # type: ignore[assignment]
+    return worst / _allowed(one)
+
+
+def _allowed(array: mx.array) -> float:
+    return _TOLERANCE.get(str(array.dtype).rpartition(".")[2], _TOLERANCE["bfloat16"])

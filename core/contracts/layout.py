@@ -258,22 +258,3 @@ class CacheLayout(Protocol):
     def restore(self, state: RowState) -> BatchCache:
         """Return a cache with the one row that ``state`` describes; it shares the state's arrays and never writes them."""
         ...
-
-
-@attrs.frozen(kw_only=True)
-class BoundLayer:
-    """One layer and the layout that holds it, with the reason of the choice; likewise for each part of a composite."""
-
-    info: LayerInfo
-    layout: CacheLayout
-    options: Any
-    reason: str
-    parts: tuple[BoundLayer, ...] = ()
-
-
-class ComposedLayout(CacheLayout, Protocol):
-    """What a layout of kind "composite" is: it holds no storage idea but those of the layer's parts."""
-
-    def compose(self, parts: Sequence[BoundLayer]) -> CacheLayout:
-        """Return the layout of one layer whose parts are bound as ``parts``. Called once per such layer at bind."""
-        ...

@@ -56,10 +56,10 @@ class LayoutRefused(BindError):
 
 
 class ModelNotBatchable(BindError):
-    """The bind probe found that rows disturb each other in this model."""
+    """The bind probe found that rows disturb each other in this model. ``layer``: where first, if it is known."""
 
-    def __init__(self, model_type: str, reason: str) -> None:
-        self.model_type, self.reason = model_type, reason
+    def __init__(self, model_type: str, reason: str, layer: str | None = None) -> None:
+        self.model_type, self.reason, self.layer = model_type, reason, layer
         super().__init__(f"model type {model_type!r} cannot run rows together: {reason}")
 
 

@@ -75,7 +75,8 @@ def table() -> Mapping[str, Mapping[str, Any]]:
 def build(name: str, *, seed: int = 0, amplify: float = 1.8, guard: bool = True, **changes: Any) -> Any:
     """Build the tiny model ``name`` in float32 with seeded random weights, ``changes`` over its arguments.
 
-    Weights are multiplied by ``amplify``, those of convolutions by 30 and decays slowed, so that the past matters.
+    Weights are multiplied by ``amplify``, those of convolutions by 30, decays are slowed and matrices of zeros filled,
+    so that the past matters.
     Raises `InsensitiveModel` where it does not; with ``guard`` False such a model is returned. Seeds MLX's own
     generator of the calling thread.
     """
@@ -99,6 +100,8 @@ def _amplified(path: str, value: mx.array, factor: float) -> mx.array:
     value = value.astype(mx.float32)
     if value.ndim < 2:
         return value
+    if not mx.any(value):  # a factor that only a checkpoint fills: it would hide whatever it multiplies
+        return mx.random.uniform(0.2, 1.0, value.shape)
     return value * (30.0 if "conv" in path else factor)
 
 

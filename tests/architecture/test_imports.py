@@ -12,7 +12,7 @@ ORDER = (
     {"manager", "discovery", "observe"},
     {"planner", "admission", "scheduler"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
-    {"layers", "bind", "attention", "probe", "intake", "driver", "handle", "models"},
+    {"layers", "bind", "attention", "probe", "rehearsal", "evidence", "intake", "driver", "handle", "models"},
     {"engine"},
     {"aio"},
 )

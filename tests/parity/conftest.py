@@ -16,7 +16,10 @@ LENGTHS = (12, 3, 7, 1, 9)
 _NARROW = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000}
 SMALLER = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "smollm3", "stablelm"), _NARROW),
+    "afm7": {"num_layers": 8, "num_kv_reuse_layers": 4},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32},
     "gpt_bigcode": {"n_layer": 4},
+    "lfm2": {"hidden_size": 128, "block_dim": 128, "block_ff_dim": 256, "vocab_size": 1000},
     "jamba": {"mamba_expand": 2, "mamba_d_state": 16},
 }
 

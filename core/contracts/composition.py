@@ -1,0 +1,53 @@
+"""Layouts made of other layouts: of a composite layer's parts, or around a whole layer. They hold no storage idea."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo
+
+APART = "apart"
+"""What a layout holds that keeps rows of different length apart, in caches of another layout: see `PartedCache`."""
+
+
+@attrs.frozen(kw_only=True)
+class BoundLayer:
+    """One layer and the layout that holds it, with the reason of the choice; likewise for each part of a composite."""
+
+    info: LayerInfo
+    layout: CacheLayout
+    options: Any
+    reason: str
+    parts: tuple[BoundLayer, ...] = ()
+
+
+class ComposedLayout(CacheLayout, Protocol):
+    """What a layout of kind "composite" or "apart" is: it holds no storage idea but those of what it is made of."""
+
+    def compose(self, parts: Sequence[BoundLayer]) -> CacheLayout:
+        """Return the layout of one layer. Called once per such layer at bind.
+
+        ``parts`` are the bound parts of a composite layer; for a layout of kind "apart", the bound layer itself.
+        """
+        ...
+
+
+@attrs.define
+class Part:
+    """Rows that share a forward: their places in the whole, and the cache that holds them in that order."""
+
+    places: list[int]
+    cache: BatchCache
+
+
+class PartedCache(BatchCache, Protocol):
+    """Rows in several caches, one per distinct length. The core forwards each of ``parts`` by itself.
+
+    Bind puts one around every layer of a model whose forward takes one position for all rows. The parts of all
+    layers hold the same rows, since the same is done to each, and are settled by `begin`.
+    """
+
+    parts: Sequence[Part]

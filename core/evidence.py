@@ -1,0 +1,60 @@
+"""Which line of a model keeps rows of different length from sharing a forward. It is asked at bind only."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+
+
+def line_of(error: BaseException, model: Any) -> str | None:
+    """Return the innermost line of the model's own files that an error came through, or None."""
+    files = _files(model)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return _shown(frame.filename, frame.lineno or 0)
+    return None
+
+
+@contextlib.contextmanager
+def one_position_for_all(model: Any) -> Iterator[list[str]]:
+    """Collect the lines of the model that rotate several rows by one integer position, while the block runs.
+
+    mlx offers no hook, so its rotation is wrapped for that time; calls of other threads go through uncounted.
+    """
+    files, lines, mine, rope = _files(model), [], threading.get_ident(), mx.fast.rope
+
+    def watched(x: mx.array, *args: Any, **named: Any) -> mx.array:
+        offset = named.get("offset", 0)
+        if threading.get_ident() == mine and isinstance(offset, int) and offset > 0 and x.shape[0] > 1:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename not in files:
+                frame = frame.f_back
+            if frame is not None:
+                lines.append(_shown(frame.f_code.co_filename, frame.f_lineno))
+        return rope(x, *args, **named)
+
+    setattr(mx.fast, "rope", watched)  # noqa: B010 - its stub says that it never changes
+    try:
+        yield lines
+    finally:
+        setattr(mx.fast, "rope", rope)  # noqa: B010 - likewise
+
+
+def _files(model: Any) -> set[str]:
+    """Return the files of the modules that define the model's parts, those of mlx itself apart."""
+    modules = {type(part).__module__ for part in model.modules()}
+    found = (sys.modules.get(name) for name in modules if name.partition(".")[0] != "mlx")
+    return {file for module in found if (file := getattr(module, "__file__", None))}
+
+
+def _shown(file: str, line: int) -> str:
+    return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"

@@ -1,0 +1,131 @@
+"""Rows run alone and in company at bind, a few tokens each, for whoever compares them. It judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core.contracts.layout import BatchCache, LayerInfo
+from oarlock.core.forward import forward, settle
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+_SHORT = 3
+_SMALL = 64
+"""Windows and chunks up to this many tokens are run past."""
+_STEPS = 2
+_FED = [1, 2, 3]
+"""Tokens fed after the prompts, to all rows alike: only their pasts differ."""
+
+Prompt = Sequence[int]
+
+
+@attrs.frozen
+class State:
+    """One layer's state of one row. ``recurrent``: it cannot be cut, so padding would have entered it."""
+
+    layer: str
+    recurrent: bool
+    arrays: dict[str, mx.array]
+
+
+@attrs.frozen
+class Trace:
+    """One row's scores ``[steps, V]`` and its states, layer by layer."""
+
+    scores: mx.array
+    states: Sequence[State]
+
+
+def prompts(bound: BoundModel) -> list[Prompt]:
+    """Return a long prompt, past one chunk and one window where these are small, and a short one."""
+    sizes = [size for info in _single(layer.info for layer in bound.layers) for size in (info.window, info.chunk)]
+    small = [size for size in (*sizes, bound.config.scheduler.prefill_chunk) if 0 < size <= _SMALL]
+    most = bound.positions - len(_FED) if bound.positions is not None else 2 * _SMALL
+    lengths = (max(_SHORT + 2, min(most, max(small, default=2) + _SHORT)), _SHORT)
+    return [[(7919 * i + 13 * row + 1) % bound.vocabulary for i in range(n)] for row, n in enumerate(lengths)]
+
+
+def _single(infos: Any) -> Iterator[LayerInfo]:
+    for info in infos:
+        yield info
+        yield from _single(info.parts)
+
+
+def together(bound: BoundModel, rows: Sequence[Prompt]) -> list[Trace]:
+    """Prefill prompts of one length together, and decode."""
+    caches = _opened(bound, len(rows))
+    return _decoded(bound, caches, _prefill(bound, caches, rows))
+
+
+def company(bound: BoundModel, long: Prompt, short: Prompt) -> list[Trace]:
+    """Let the short prompt begin empty beside the long one's last tokens, and join it once more, prefilled."""
+    caches = _opened(bound, 1)
+    _prefill(bound, caches, [long[:-_SHORT]])
+    for cache in caches:
+        cache.add(1)
+    shared = _prefill(bound, caches, [long[-_SHORT:], short])
+    others = _opened(bound, 1)
+    joined = _prefill(bound, others, [short])
+    _join(caches, others)
+    return _decoded(bound, caches, mx.concatenate([shared, joined]))
+
+
+def window(bound: BoundModel, rows: Sequence[Prompt], widths: Sequence[int]) -> list[list[State]]:
+    """Prefill rows alone, join them, forward one window where row i has ``widths[i]`` tokens; return the states."""
+    caches = _opened(bound, 0)
+    for row in rows:
+        others = _opened(bound, 1)
+        _prefill(bound, others, [row])
+        _join(caches, others)
+    fed = [_FED[:width] + [0] * (max(widths) - width) for width in widths]
+    forward(bound, caches, mx.array(fed, dtype=mx.uint32), widths)
+    for cache in caches:
+        cache.commit(widths)
+    return [_states(bound, caches, row) for row in range(len(rows))]
+
+
+def _opened(bound: BoundModel, rows: int) -> list[BatchCache]:
+    caches = bound.open_caches(slots=1, window=1)
+    for cache in caches:
+        cache.add(rows)
+    return caches
+
+
+def _join(caches: Sequence[BatchCache], others: Sequence[BatchCache]) -> None:
+    mx.eval([array for cache in (*caches, *others) for array in cache.arrays()])
+    for cache, other in zip(caches, others, strict=True):
+        cache.join(other, range(cache.rows, cache.rows + other.rows))
+
+
+def _prefill(bound: BoundModel, caches: Sequence[BatchCache], rows: Sequence[Prompt]) -> mx.array:
+    """Forward prompts of one length in the configured chunks; return the last scores ``[rows, V]``."""
+    size = bound.config.scheduler.prefill_chunk
+    chunks = [[list(row[at : at + size]) for row in rows] for at in range(0, len(rows[0]), size)]
+    return [_step(bound, caches, chunk) for chunk in chunks][-1]
+
+
+def _decoded(bound: BoundModel, caches: Sequence[BatchCache], first: mx.array) -> list[Trace]:
+    rows = first.shape[0]
+    steps = [_step(bound, caches, [[token]] * rows) for token in _FED[:_STEPS]]
+    scores = mx.stack([first, *steps], axis=1)  # (rows, steps, V)
+    return [Trace(scores[row], _states(bound, caches, row)) for row in range(rows)]
+
+
+def _states(bound: BoundModel, caches: Sequence[BatchCache], row: int) -> list[State]:
+    return [
+        State(layer.info.path, not cache.rewinds, cache.extract(row).arrays())
+        for layer, cache in zip(bound.layers, caches, strict=True)
+    ]
+
+
+def _step(bound: BoundModel, caches: Sequence[BatchCache], tokens: list[list[int]]) -> mx.array:
+    ids = mx.array(tokens, dtype=mx.uint32)
+    widths = [ids.shape[1]] * ids.shape[0]
+    logits = forward(bound, caches, ids, widths)
+    settle(bound, caches, ids, widths, widths)
+    return logits[:, -1]

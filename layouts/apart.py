@@ -1,0 +1,198 @@
+"""Rows of different length kept apart, for models whose forward takes one position for all rows. It picks no model.
+
+Rows of one length share a cache and a forward; each other length is a forward of its own. Rows that decode together
+stay together, since all advance alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core import hookimpl
+from oarlock.core.contracts.composition import APART, BoundLayer, Part
+from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo, Positions, RowState
+
+OARLOCK_API = 1
+
+
+@attrs.frozen
+class ApartOptions:
+    """`apart` has no options; bind chooses it, not the config."""
+
+
+class ApartCache:
+    """One layer's rows in parts. What is done to a row is done in its part; models see the parts only."""
+
+    def __init__(self, opened: Callable[[], BatchCache], parts: Sequence[Part] = ()) -> None:
+        """``opened`` makes a cache without rows."""
+        self.parts = list(parts)
+        self.rewinds = opened().rewinds
+        self._opened = opened
+
+    def begin(self, widths: Sequence[int], starts: Positions) -> None:
+        """Put rows of one start together, and open a forward in every part."""
+        self.parts = self._regrouped(starts)
+        for part in self.parts:
+            part.cache.begin(_at(widths, part.places), Positions(_at(starts, part.places)))
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Close the forward in every part; rows that kept different counts part company at the next `begin`."""
+        for part in self.parts:
+            part.cache.commit(_at(kept, part.places))
+
+    @property
+    def rows(self) -> int:
+        """Rows held."""
+        return sum(len(part.places) for part in self.parts)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens per row."""
+        held = {place: n for part in self.parts for place, n in zip(part.places, part.cache.tokens, strict=True)}
+        return tuple(held[place] for place in range(len(held)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.cache.nbytes for part in self.parts)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that the rows' tokens need."""
+        return sum(part.cache.live_bytes for part in self.parts)
+
+    def compact(self) -> None:
+        """Compact every part."""
+        for part in self.parts:
+            part.cache.compact()
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays of all parts."""
+        return [array for part in self.parts for array in part.cache.arrays()]
+
+    def add(self, n: int) -> None:
+        """Append empty rows, in a part of their own."""
+        cache, first = self._opened(), self.rows
+        cache.add(n)
+        self.parts.append(Part(list(range(first, first + n)), cache))
+
+    def join(self, other: BatchCache, slots: Sequence[int]) -> None:
+        """Append copies of the other's parts."""
+        if not isinstance(other, ApartCache):
+            msg = f"rows kept apart by length cannot take rows of {type(other).__name__}"
+            raise TypeError(msg)
+        if list(slots) != (free := list(range(self.rows, self.rows + other.rows))):
+            msg = f"slots are {list(slots)}; the free ones are {free}"
+            raise ValueError(msg)
+        self.parts += [Part(_at(slots, part.places), self._copy(part.cache)) for part in other.parts]
+
+    def take(self, indices: Sequence[int]) -> ApartCache:
+        """Return rows as a cache of their own: this very one when it is all of them, else copies."""
+        if list(indices) == list(range(self.rows)):
+            return self
+        taken = []
+        for part in self.parts:
+            new = [place for place, old in enumerate(indices) if old in part.places]
+            local = [part.places.index(indices[place]) for place in new]
+            if local:
+                whole = local == list(range(len(part.places)))
+                taken.append(Part(new, self._copy(part.cache) if whole else part.cache.take(local)))
+        return ApartCache(self._opened, taken)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Make old row ``indices[i]`` the new row i."""
+        kept = []
+        for part in self.parts:
+            new = [place for place, old in enumerate(indices) if old in part.places]
+            if new:
+                part.cache.keep([part.places.index(indices[place]) for place in new])
+                kept.append(Part(new, part.cache))
+        self.parts = kept
+
+    def extract(self, row: int) -> RowState:
+        """Return an owned copy of a row."""
+        part = next(part for part in self.parts if row in part.places)
+        return part.cache.extract(part.places.index(row))
+
+    def reusable(self, tokens: int) -> int:
+        """Return the longest prefix, at most ``tokens``, that every part can reuse."""
+        return min((part.cache.reusable(tokens) for part in self.parts), default=0)
+
+    def columns(self, widths: Sequence[int]) -> Hashable:
+        """Describe the columns of every part."""
+        return tuple((tuple(part.places), part.cache.columns(_at(widths, part.places))) for part in self.parts)
+
+    def _copy(self, cache: BatchCache) -> BatchCache:
+        """Return a cache of the same rows that nobody else holds."""
+        copy = self._opened()
+        copy.join(cache, range(cache.rows))
+        return copy
+
+    def _regrouped(self, starts: Positions) -> list[Part]:
+        """Return the parts with one start each, split and joined where they are not; nothing is copied otherwise."""
+        together: dict[int, Part] = {}
+        for part in self.parts:
+            for start in dict.fromkeys(_at(starts, part.places)):
+                local = [i for i, place in enumerate(part.places) if starts[place] == start]
+                one = Part(_at(part.places, local), part.cache.take(local))
+                first = together.setdefault(start, one)
+                if first is not one:
+                    first.cache.join(one.cache, range(len(first.places), len(first.places) + len(one.places)))
+                    first.places += one.places
+        return list(together.values())
+
+
+def _at(values: Sequence[int], places: Sequence[int]) -> list[int]:
+    return [values[place] for place in places]
+
+
+@attrs.frozen
+class ApartLayout:
+    """Registers as ``apart``. What is registered holds nothing; bind composes one of a layer and its own layout."""
+
+    inner: BoundLayer | None = None
+    name: str = "apart"
+    kinds: frozenset[str] = frozenset({APART})
+    options: type = ApartOptions
+
+    def compose(self, parts: Sequence[BoundLayer]) -> ApartLayout:
+        """Return the layout of one layer; states are stored under the name of its own layout."""
+        (inner,) = parts
+        return attrs.evolve(self, inner=inner, name=inner.layout.name, kinds=inner.layout.kinds)
+
+    def refuses(self, layer: LayerInfo, options: Any) -> str | None:
+        """Return why a layer cannot be held: its own layout was asked for that."""
+        return None if self.inner else "it holds layers that have a layout already"
+
+    def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> ApartCache:
+        """Return no rows; each part reserves one slot, since nobody knows which lengths will meet."""
+        return ApartCache(lambda: self._layout.open(layer, options, slots=1, window=window))
+
+    def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
+        """Ask the layer's own layout."""
+        return self._layout.bytes_at(layer, options, tokens)
+
+    def restore(self, state: RowState) -> ApartCache:
+        """Return one row; it gets the window of the rows that it joins."""
+        opened = functools.partial(self._layout.open, self._inner.info, self._inner.options, slots=1, window=1)
+        return ApartCache(opened, [Part([0], self._layout.restore(state))])
+
+    @property
+    def _inner(self) -> BoundLayer:
+        assert self.inner is not None, "bind composes it with a layer first"
+        return self.inner
+
+    @property
+    def _layout(self) -> CacheLayout:
+        return self._inner.layout
+
+
+@hookimpl
+def register_layouts(register: Callable[[object], None]) -> None:
+    """Register `apart`."""
+    register(ApartLayout())
