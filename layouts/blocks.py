@@ -112,7 +112,7 @@ class Blocks:
         self._shares: weakref.WeakValueDictionary[int, Share] = weakref.WeakValueDictionary()
         self._serials = itertools.count()
         self._layers = itertools.count()
-        self._last: _Transition | None = None
+        self._known: deque[_Transition] = deque(maxlen=4)
 
     @property
     def capacity(self) -> int:
@@ -219,21 +219,23 @@ class Blocks:
         ``key`` says what is done to what, by weak references. A layer, known by a number, gets each result once:
         asking again means doing it again.
         """
-        last = self._last
-        if last is not None and layer not in last.served and last.key == key:
-            result = last.result()
-            if result is not None:
-                last.served.add(layer)
+        for known in self._known:
+            if layer not in known.served and known.key == key and (result := known.result()) is not None:
+                known.served.add(layer)
                 return result  # type: ignore[no-any-return]
         made = make()
-        self._last = _Transition(key, weakref.ref(made), {layer})
+        self._known.appendleft(
+            _Transition(key, weakref.ref(made), {layer}, made if getattr(made, "empty", False) else None)
+        )
         return made
 
 
 @attrs.define(eq=False)
 class _Transition:
-    """The last thing that a layer did, for the next layers to follow. The first layer keeps the result alive."""
+    """What a layer did, for the next layers to follow. The first layer keeps the result alive."""
 
     key: tuple[Any, ...]
     result: Callable[[], Any]
     served: set[int]
+    kept: Any
+    """The result where it holds no block: then layers may also follow one after the other, not step by step."""

@@ -6,7 +6,6 @@ blocks lie is `blocks`' business, how they are read `pages`'. `docs/decisions/pa
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -16,8 +15,8 @@ import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
-from oarlock.layouts.blocks import Blocks, Share
-from oarlock.layouts.pages import Pages, Pair, RowReads
+from oarlock.layouts.blocks import Blocks
+from oarlock.layouts.pages import Library, PagedState, Pages, Pair, RowReads
 from oarlock.layouts.tables import Plan, Table
 
 OARLOCK_API = 1
@@ -31,30 +30,6 @@ class PagedOptions:
 
     block_size: int = attrs.field(default=32, validator=attrs.validators.in_(SIZES))
     reads: str = attrs.field(default="auto", validator=attrs.validators.in_(READS))
-
-
-@attrs.frozen(kw_only=True)
-class PagedState(RowState):
-    """A stored row: a counted share of blocks that nobody writes. Its arrays are copied when they are asked for.
-
-    Ask on the thread that drives the engine: the copy is dispatched there.
-    """
-
-    pages: Pages = attrs.field(eq=False)
-    share: Share = attrs.field(eq=False)
-
-    def arrays(self) -> dict[str, mx.array]:
-        """Return ``[1, H, tokens, D]`` of both, copied and dispatched."""
-        if not self.tokens:
-            return {}
-        keys, values = map(mx.contiguous, self.pages.row(self.share, self.tokens))
-        mx.async_eval(keys, values)
-        return {"keys": keys, "values": values}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays; the share holds their blocks."""
-        return self.pages.bytes_of(self.tokens)
 
 
 class PagedCache:
@@ -271,9 +246,8 @@ class PagedLayout:
 
     def __init__(self) -> None:
         """Know no layer."""
-        self._pages: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
+        self._library = Library()
         self._bound: dict[str, tuple[LayerInfo, PagedOptions]] = {}
-        self._latest: dict[int, tuple[weakref.ref[Blocks], int, tuple[int, ...]]] = {}
 
     def refuses(self, layer: LayerInfo, options: PagedOptions) -> str | None:
         """Return why attention row by row was asked for where it cannot be had, or None."""
@@ -286,7 +260,7 @@ class PagedLayout:
 
     def open(self, layer: LayerInfo, options: PagedOptions | None, *, slots: int, window: int) -> PagedCache:
         """Return a cache without rows; it reserves nothing, and any window can be rolled back."""
-        pages = self._pages_of(layer, options or PagedOptions())
+        pages = self._pages(layer, options or PagedOptions())
         return PagedCache(pages, pages.blocks.together(pages.number, ("open",), Table))
 
     def bytes_at(self, layer: LayerInfo, options: PagedOptions | None, tokens: int) -> int:
@@ -305,7 +279,7 @@ class PagedLayout:
         meta, arrays = state.meta(), state.arrays()
         bound = self._bound.get(meta.get("path", ""))
         if bound is not None:
-            pages = self._pages_of(*bound)
+            pages = self._pages(*bound)
         else:
             layer = LayerInfo(index=0, path="", kind="full")
             pages = Pages(layer, Blocks(int(meta.get("block_size", PagedOptions().block_size))), attends=False)
@@ -315,23 +289,9 @@ class PagedLayout:
             pages.put(table.rows[0], arrays["keys"], arrays["values"])
         return PagedCache(pages, table)
 
-    def _pages_of(self, layer: LayerInfo, options: PagedOptions) -> Pages:
-        pages = self._pages.get(id(layer))
-        if pages is None:
-            attends = layer.attendable and options.reads != "gather"
-            pages = Pages(layer, self._blocks_of(layer, options), attends=attends)
-            self._pages[id(layer)] = pages
-        return pages
-
-    def _blocks_of(self, layer: LayerInfo, options: PagedOptions) -> Blocks:
-        """Return the blocks of the layers in front of this one, or new ones for the first layer of a model."""
-        place, thread = tuple(map(int, layer.path.split("."))), threading.get_ident()
-        known, their_thread, last = self._latest.get(options.block_size, (lambda: None, 0, ()))
-        blocks = known()
-        if blocks is None or thread != their_thread or place <= last:
-            blocks = Blocks(options.block_size)
-        self._latest[options.block_size] = (weakref.ref(blocks), thread, place)
-        return blocks
+    def _pages(self, layer: LayerInfo, options: PagedOptions) -> Pages:
+        attends = layer.attendable and options.reads != "gather"
+        return self._library.pages(layer, options.block_size, attends=attends)
 
 
 @hookimpl

@@ -6,12 +6,15 @@ side by side is a slice, and rows at equal distances are one view.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import numpy as np
 
-from oarlock.core.contracts.layout import LayerInfo
+from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.blocks import Arrangement, Blocks, Share
 from oarlock.layouts.tables import Plan, as_index, columns_of
 
@@ -161,6 +164,56 @@ class Pages:
             self.keys = mx.zeros((1, keys.shape[1], columns, keys.shape[3]), keys.dtype)
             self.values = mx.zeros((1, values.shape[1], columns, values.shape[3]), values.dtype)
         self.check(keys, values)
+
+
+@attrs.frozen(kw_only=True)
+class PagedState(RowState):
+    """A stored row: a counted share of blocks that nobody writes. Its arrays are copied when they are asked for.
+
+    Ask on the thread that drives the engine: the copy is dispatched there.
+    """
+
+    pages: Pages = attrs.field(eq=False)
+    share: Share = attrs.field(eq=False)
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return ``[1, H, tokens, D]`` of both, copied and dispatched."""
+        if not self.tokens:
+            return {}
+        keys, values = map(mx.contiguous, self.pages.row(self.share, self.tokens))
+        mx.async_eval(keys, values)
+        return {"keys": keys, "values": values}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; the share holds their blocks."""
+        return self.pages.bytes_of(self.tokens)
+
+
+class Library:
+    """The pages of bound layers, for as long as a cache or a stored row lives. Layers of one model share their blocks."""
+
+    def __init__(self) -> None:
+        """Know no layer."""
+        self._pages: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
+        self._latest: dict[int, tuple[weakref.ref[Blocks], int, tuple[int, ...]]] = {}
+
+    def pages(self, layer: LayerInfo, size: int, *, attends: bool) -> Pages:
+        """Return the one that this very layer has, or a new one."""
+        pages = self._pages.get(id(layer))
+        if pages is None:
+            pages = self._pages[id(layer)] = Pages(layer, self._blocks(layer, size), attends=attends)
+        return pages
+
+    def _blocks(self, layer: LayerInfo, size: int) -> Blocks:
+        """Return the blocks of the layers in front of this one, or new ones for the first layer of a model."""
+        place, thread = tuple(map(int, layer.path.split("."))), threading.get_ident()
+        latest = self._latest.get(size)
+        blocks = latest[0]() if latest is not None and latest[1] == thread and latest[2] < place else None
+        if blocks is None:
+            blocks = Blocks(size)
+        self._latest[size] = (weakref.ref(blocks), thread, place)
+        return blocks
 
 
 class RowReads:

@@ -32,6 +32,11 @@ class Table:
     def _starts(self) -> Positions:
         return Positions(self.tokens)
 
+    @property
+    def empty(self) -> bool:
+        """No row holds a token."""
+        return not any(self.tokens)
+
     def held(self) -> int:
         """Return how many blocks the rows hold; what two of them share counts once."""
         ids = [share.ids for share in self.rows]
