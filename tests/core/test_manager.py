@@ -97,6 +97,7 @@ def module(source, **names):
 # --- broken plugins ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("Q-01", "Q-07")
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_plugin_stops_nobody_and_is_listed_with_its_reason(site, kind):
     """FAULTS Q-01 and Q-07: one good plugin before it and one after it still work; it leaves no trace."""
@@ -120,6 +121,7 @@ def test_a_broken_plugin_stops_nobody_and_is_listed_with_its_reason(site, kind):
     assert reason in caught.value.reason
 
 
+@pytest.mark.fault("Q-01", "Q-07", twin=True)
 @pytest.mark.parametrize("kind", ["import", "syntax", "exit", "raises", "base", "typo", "api"])
 def test_the_twin_of_it_bulk_loading_lets_one_stop_the_rest_or_says_nothing(site, kind):
     """What pluggy offers for this is why each plugin is loaded alone: the fault is there when it is planted."""
@@ -149,6 +151,7 @@ def test_a_wrong_attribute_and_a_malformed_entry_point_are_broken(site):
     assert "nothing" in infos["wrong:a"].reason
 
 
+@pytest.mark.fault("Q-03")
 def test_a_missing_extra_says_which_command_installs_it(site):
     """FAULTS Q-03: the real ImportError and the extra."""
     site("some-kit", bad="import no_such_module_anywhere", extra=" [fast]")
@@ -191,6 +194,7 @@ def test_ctrl_c_while_loading_is_the_users(site):
 # --- names ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("Q-06")
 @pytest.mark.parametrize("spelling", ["x-1", "X_1", "x_1"])
 def test_two_distributions_with_one_name(site, spelling):
     """FAULTS Q-06: both are named, the others load, and only naming it is an error."""
@@ -209,6 +213,7 @@ def test_two_distributions_with_one_name(site, spelling):
             plugins.resolve("adapter", name)
 
 
+@pytest.mark.fault("Q-06")
 def test_a_plugin_cannot_take_a_built_in_name(site):
     """The built-in one stays, whether named or not; the other is listed as broken."""
     source = POLICY.replace("adapters", "policies") + "NAMES = ['fifo', 'new']"
@@ -223,6 +228,7 @@ def test_a_plugin_cannot_take_a_built_in_name(site):
     assert plugins.resolve("policy", "fifo") is plugins.registries.policies.get("fifo")
 
 
+@pytest.mark.fault("Q-06")
 def test_one_distribution_seen_twice_counts_once(site, tmp_path, monkeypatch):
     """The first on the path is the one that imports; its metadata is the one that is read."""
     site("double", "1.0", a=POLICY + "NAMES = ['old']")
@@ -232,6 +238,7 @@ def test_one_distribution_seen_twice_counts_once(site, tmp_path, monkeypatch):
     assert [(info.version, info.state) for info in infos.values()] == [("2.0", "active")]
 
 
+@pytest.mark.fault("Q-06")
 def test_one_object_behind_two_entry_points_is_fine(site):
     """It is registered once, and both are active."""
     info = site("twice", a=POLICY + "NAMES = ['one']")

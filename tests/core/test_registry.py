@@ -52,6 +52,7 @@ def test_an_unknown_name_suggests_the_nearest():
         Registry("layout").owner("x")
 
 
+@pytest.mark.fault("Q-06")
 @pytest.mark.parametrize("spelling", ["top_k", "top-k", "Top-K", "TOP_K"])
 def test_one_name_twice_names_both_owners(spelling):
     """Case, and hyphen against underscore, make no new name."""
@@ -64,6 +65,7 @@ def test_one_name_twice_names_both_owners(spelling):
     assert registry.owner("top_k") == "one 1.0 (a)"
 
 
+@pytest.mark.fault("Q-06")
 def test_the_identical_object_twice_is_fine():
     """A double install is no error, and the first owner stays."""
     registry, item = Registry("sampler"), Item("x")

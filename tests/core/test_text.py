@@ -109,6 +109,7 @@ def check_corpus(make_stream, tokenizer):
             assert pieces[-1] == ""
 
 
+@pytest.mark.fault("N-02")
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_pieces_concatenate_to_the_full_decode(name):
     check_corpus(TextStream, TOKENIZERS[name])
@@ -140,6 +141,7 @@ class SlicedTooEarly(TextStream):
         return ""
 
 
+@pytest.mark.fault("N-02", twin=True)
 @pytest.mark.parametrize("fault", [TokenByToken, SlicedTooEarly])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_twin_half_characters_are_noticed(name, fault):
@@ -147,6 +149,7 @@ def test_twin_half_characters_are_noticed(name, fault):
         check_corpus(fault, TOKENIZERS[name])
 
 
+@pytest.mark.fault("N-02")
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_two_interleaved_streams_do_not_touch_each_other(name):
     """FAULTS N-02."""
@@ -229,6 +232,7 @@ def test_any_tokens_of_a_byte_fallback_vocabulary_but_bytes(name, data):
     assert "".join(run(TextStream(tokenizer.decode), ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.fault("N-08")
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_special_tokens_leave_no_text_and_no_lost_space(name):
     """FAULTS N-08: EOS first, in the middle, many times over and last."""
@@ -243,6 +247,7 @@ def test_special_tokens_leave_no_text_and_no_lost_space(name):
         assert "<eos>" not in tokenizer.decode(ids)
 
 
+@pytest.mark.fault("N-08")
 def test_an_end_that_is_never_pushed_is_in_no_text():
     """FAULTS N-08: the core pushes delivered tokens only, so ordinary text that ends a turn stays out, too."""
     stream = TextStream(letters, stop=["<|end|>"])

@@ -79,6 +79,7 @@ def check_stops(stream_class):
         assert ("".join(pieces), stream.stopped) == plain("".join(TOKENS), stop, include_stop=True), name
 
 
+@pytest.mark.fault("N-05")
 def test_text_is_cut_exactly_at_the_stop_string():
     check_stops(TextStream)
 
@@ -100,6 +101,7 @@ class NothingHeldBack(TextStream):
         return (shown + self._held)[len(held) :]
 
 
+@pytest.mark.fault("N-05", twin=True)
 @pytest.mark.parametrize("fault", [NewestTokenOnly, NothingHeldBack])
 def test_twin_missed_or_leaked_stop_strings_are_noticed(fault):
     with pytest.raises(AssertionError):
@@ -160,6 +162,7 @@ def test_exactly_the_longest_beginning_of_a_stop_string_is_held(text, stop):
         assert stream.text == seen[: len(seen) - max(beginnings)]
 
 
+@pytest.mark.fault("N-07")
 @pytest.mark.parametrize("stop", ["", [""], ["", "x"], [5], [None], b"x"])
 def test_empty_and_foreign_stops_are_refused(stop):
     """FAULTS N-07: by the request, and by the automaton for whoever builds a stream by hand."""
@@ -171,6 +174,7 @@ def test_empty_and_foreign_stops_are_refused(stop):
             StopStrings(stop)
 
 
+@pytest.mark.fault("N-07")
 @pytest.mark.parametrize("stop", [None, [], ["a", "b", "c", "d", "e"], "a"])
 def test_no_stop_one_stop_and_many_are_taken(stop):
     """FAULTS N-07."""

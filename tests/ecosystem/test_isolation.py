@@ -25,6 +25,7 @@ def run(code, *, cwd, flags=()):
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.fault("Q-03")
 def test_what_needs_no_mlx_imports_no_mlx(tmp_path):
     """Requests, errors, hooks, config and the listing of plugins are there on a machine without MLX."""
     code = """
@@ -45,12 +46,14 @@ print({i.state for i in infos if i.name == "full"}, [i.reason for i in infos if 
     assert "blocked by the test" in said
 
 
+@pytest.mark.fault("Q-03", twin=True)
 def test_the_twin_of_it_is_caught(tmp_path):
     """A core that imported mlx would fail under the same block."""
     code = "import sys; sys.modules['mlx'] = None\ntry:\n    import oarlock.layouts.full\nexcept ImportError: print('caught')"
     assert run(code, cwd=tmp_path, flags=["-I"]) == "caught"
 
 
+@pytest.mark.fault("Q-03")
 @pytest.mark.parametrize("bank", BANKS)
 def test_it_imports_from_inside_its_own_directories(root, bank):
     """No file of ours is named like a module that somebody else imports while the engine loads."""
@@ -62,6 +65,7 @@ def test_loading_the_engine_imports_nothing_optional(tmp_path):
     assert run(f"OPTIONAL = {OPTIONAL}\n{BUILD}", cwd=tmp_path, flags=["-I"]) == "[{}, []]"
 
 
+@pytest.mark.fault("Q-03")
 def test_a_broken_optional_package_breaks_nothing_else(tmp_path):
     """The real error is in the reason of what needs it, at most, and the engine loads."""
     for name in OPTIONAL:

@@ -76,6 +76,7 @@ def test_listing_imports_nothing(house):
     assert not [name for name in modules if name.startswith(prefixes)]
 
 
+@pytest.mark.fault("Q-01", "Q-07")
 def test_every_broken_plugin_is_skipped_with_its_reason(built):
     """ImportError, SyntaxError, SystemExit, a raising hook, a misspelt hook, another API, a missing attribute."""
     infos = third_party(built[0])
@@ -85,6 +86,7 @@ def test_every_broken_plugin_is_skipped_with_its_reason(built):
     assert {infos[name]["distribution"] for name in BROKEN} == {"mmm-broken"}
 
 
+@pytest.mark.fault("Q-01")
 def test_the_good_ones_before_and_after_work(built):
     """And nothing of a broken one is registered."""
     infos, policies = third_party(built[0]), built[1]
@@ -96,6 +98,7 @@ def test_the_good_ones_before_and_after_work(built):
     ]
 
 
+@pytest.mark.fault("Q-06")
 def test_two_distributions_at_odds(built, house):
     """The second is listed as broken and both are named; only naming the name is an error."""
     info = third_party(built[0])["two"]
@@ -151,6 +154,7 @@ print(json.dumps([layouts, plain == chosen, ended]))
     assert (layouts, tokens, ended) == (["driftwood"], True, {"length": 4})
 
 
+@pytest.mark.fault("Q-01")
 @needs_engine
 @pytest.mark.parametrize(
     ("config", "distribution"),

@@ -138,6 +138,7 @@ def test_an_unknown_dtype_is_a_config_error(directory):
         MlxLmLoader().load(str(directory()), dtype="fp8")
 
 
+@pytest.mark.fault("J-02")
 def test_private_arrays_are_evaluated(directory):
     """Llama 3's RoPE keeps its frequencies where `parameters()` does not show them."""
     path, done = str(directory()), []
@@ -293,6 +294,7 @@ EOS_CASES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fault("N-01")
 @EOS_CASES
 def test_every_eos_that_any_file_names_is_known(directory, config, generation, ids):
     """FAULTS N-01."""
@@ -347,6 +349,7 @@ def test_lone_surrogates_become_the_replacement_character():
     assert "\ufffd" in tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "\udc4d"}]))
 
 
+@pytest.mark.fault("N-11")
 @pytest.mark.parametrize(
     "decoder", [decoders.Metaspace(), decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])]
 )
@@ -356,6 +359,7 @@ def test_space_markers_of_byte_level_tokens_never_show(decoder):
     assert tokenizer.decode(tokenizer.encode("the user says \u00e9")) == "the user says \u00e9"
 
 
+@pytest.mark.fault("N-11", twin=True)
 def test_its_twin_without_the_repair_is_caught(monkeypatch):
     monkeypatch.setattr(models, "_repair_decoder", lambda _backend: None)
     with pytest.raises(AssertionError):
@@ -368,12 +372,14 @@ def test_a_chat_becomes_ids_with_the_prompt_for_the_answer(directory):
     assert MlxLmLoader().load(str(directory())).tokenizer.apply_chat_template(CHAT) == expected
 
 
+@pytest.mark.fault("N-04")
 def test_a_template_in_a_file_of_its_own_is_seen(directory):
     path = directory(template=None)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     assert MlxLmLoader().load(str(path)).tokenizer.apply_chat_template(CHAT)
 
 
+@pytest.mark.fault("N-04")
 def test_a_dictionary_of_ids_is_understood():
     class Wrapper:
         eos_token_id, bos_token_id, chat_template = 1, 0, "x"
@@ -385,6 +391,7 @@ def test_a_dictionary_of_ids_is_understood():
     assert HFTokenizer(Wrapper()).apply_chat_template(CHAT) == [0, 5]
 
 
+@pytest.mark.fault("N-04")
 @pytest.mark.parametrize(
     ("template", "messages"),
     [
@@ -410,6 +417,7 @@ def test_a_template_that_is_missing_or_refuses_is_one_error(directory, template,
     assert tokenizer.encode("completions still work")
 
 
+@pytest.mark.fault("N-04", twin=True)
 def test_its_twin_that_passes_errors_on_is_caught(directory):
     """Transformers raises a bare ValueError for a missing template, and returns a dictionary for a present one."""
 

@@ -179,12 +179,14 @@ class NoNegativeInfinity(CategoricalRows):
         return super().sample(mx.maximum(logits, -5.0), keys, rows)
 
 
+@pytest.mark.fault("M-02", "M-04", "M-09")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "compositions"), [(97, 40), (1000, 20), (49152, 3)])
 def test_a_row_among_others_is_the_row_alone(make, size, compositions, dtype):
     check_many_companies(Categorical(), make, compositions, size, dtype)
 
 
+@pytest.mark.fault("M-02", "M-04", "M-09", twin=True)
 @pytest.mark.parametrize(
     "fault", [FirstRowsParameters, NeighboursOrder, BoundOfAllRows, PlaceInTheBatch, FloatSumOfTheBatch]
 )
@@ -193,11 +195,13 @@ def test_twin_company_is_noticed(make, fault):
         check_many_companies(Planted(fault), make, 5, 97, mx.float32)
 
 
+@pytest.mark.fault("M-02", "M-04", "M-10", "M-12")
 @pytest.mark.parametrize("check", CHECKS)
 def test_fault_is_absent(make, check):
     check(Categorical(), make)
 
 
+@pytest.mark.fault("M-02", "M-04", "M-10", "M-12", twin=True)
 @pytest.mark.parametrize(
     ("check", "fault"),
     [

@@ -32,11 +32,13 @@ def check_logprobs(make):
         assert caught.value.name == "logprobs"
 
 
+@pytest.mark.fault("M-06", "M-07")
 @pytest.mark.parametrize("check", [check_bias, check_logprobs])
 def test_fault_is_absent(check):
     check(SamplingParams)
 
 
+@pytest.mark.fault("M-06", "M-07", twin=True)
 @pytest.mark.parametrize("check", [check_bias, check_logprobs])
 def test_twin_parameters_taken_as_they_come_are_noticed(check):
     with pytest.raises((AssertionError, pytest.fail.Exception)):

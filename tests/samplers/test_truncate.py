@@ -117,6 +117,7 @@ def test_the_exponential_of_anything_lies_between_0_and_1():
     assert got[1] < 1e-37
 
 
+@pytest.mark.fault("M-09")
 @pytest.mark.parametrize("size", [97, 5000])
 def test_every_stage_on_a_stack_equals_the_stage_on_each_row(size):
     """FAULTS M-09."""

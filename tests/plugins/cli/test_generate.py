@@ -247,6 +247,7 @@ def test_an_empty_answer_is_an_empty_line(capsys):
     assert capsys.readouterr().out == "\n"
 
 
+@pytest.mark.fault("Q-08")
 @pytest.mark.parametrize(
     ("option", "value", "read"),
     [

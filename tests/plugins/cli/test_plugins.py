@@ -68,6 +68,7 @@ def test_doctor_names_the_broken_plugin_and_the_blocked_one(run, third_party):
     assert checks["plugin zen"]["value"] == "blocked"
 
 
+@pytest.mark.fault("Q-01")
 def test_generate_works_beside_a_broken_plugin(run, third_party, tiny, solo):
     """It is one line on stderr, and nothing on stdout."""
     done = run("generate", tiny, "fox", "--raw", "--max-tokens", 8, path=third_party)

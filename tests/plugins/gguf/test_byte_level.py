@@ -164,6 +164,7 @@ def test_bos_stands_once_where_the_file_wants_it(trained, more, edges):
         assert built.encode("<|im_start|>abc") == wanted
 
 
+@pytest.mark.fault("N-01")
 def test_eos_is_the_union_of_what_the_file_names_and_the_usual_end_of_turn(trained):
     assert tokenizer.build("m", facts(trained)).eos_token_ids == {2}
     assert tokenizer.build("m", facts(trained, eos_token_id=0)).eos_token_ids == {0, 2}

@@ -58,6 +58,7 @@ def test_the_hook_registers_the_loader():
     assert plugin.OARLOCK_API == 1
 
 
+@pytest.mark.fault("J-01", "J-02")
 def test_everything_is_evaluated_so_that_another_thread_may_drive(tiny):
     done = []
     thread = threading.Thread(target=lambda: done.append(GGUFLoader().load(str(tiny))))
