@@ -51,7 +51,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.run
-	$(FAST) $(BIN)/python benchmarks $(ARGS)
+	$(FAST) $(BIN)/python benchmarks/run.py $(ARGS)
 
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/catalogue.py

@@ -1,0 +1,121 @@
+"""The workloads run, on a tiny model, and count right. No test asserts a time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from oarlock.core import SamplingParams
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+
+
+@pytest.fixture
+def sides(load):
+    """All three sides on one model and the same ragged prompts."""
+    model, module = load("models").tiny(), load("sides")
+    ours = module.Oarlock(model, PROMPTS)
+    found = [ours, module.BareLoop(ours.bound, PROMPTS), module.MlxLm(model, PROMPTS)]
+    yield found
+    for side in found:
+        side.close()
+
+
+def test_all_sides_decode_the_same_tokens(sides, harness):
+    """What is compared is the same work: one token per row and step, and equal tokens."""
+    blocks = harness.in_turns(sides, 4, 2)
+    assert harness.equal_hash({side.name: side.rows for side in sides})
+    assert {block.tokens for made in blocks.values() for block in made} == {4 * len(PROMPTS)}
+    assert all(len(row) >= 12 for side in sides for row in side.rows)
+
+
+def test_a_side_that_decodes_something_else_is_found(sides, harness):
+    """The twin."""
+    harness.in_turns(sides, 4, 2)
+    sides[1].rows[2][5] += 1
+    with pytest.raises(harness.UnequalTokens, match="row 2, token 5"):
+        harness.equal_hash({side.name: side.rows for side in sides})
+
+
+def test_rows_with_their_own_parameters_are_sampled(load):
+    params = [SamplingParams(temperature=0.5 + row, top_p=0.9, seed=row) for row in range(3)]
+    side = load("sides").Oarlock(load("models").tiny(), PROMPTS, params)
+    assert side.block(3).tokens == 9
+    side.close()
+
+
+def test_storages_hold_the_same_rows_after_every_operation(load, monkeypatch):
+    """Whatever the storage, a join, a leave and a rollback leave rows of the same lengths."""
+    storages = load("storages")
+    monkeypatch.setattr(storages, "LAYERS", 1)
+    monkeypatch.setattr(storages, "CAPACITY", 64)
+    lengths = [20, 18, 16]
+    for storage in (storages.Left(lengths, 4), storages.Padded(lengths), storages.Separate(lengths)):
+        assert storage.step().shape == (3, storages.HEADS, 1, storages.SIZE)
+        storage.step(4)
+        storage.roll_back([1, 4, 2], 4)
+        assert storage.lengths == [22, 23, 19]
+        storage.join(storage.joiner(10), 10)
+        storage.leave(0)
+        assert sorted(storage.lengths) == [10, 19, 23]
+        assert storage.step().shape[0] == 3
+
+
+def test_storages_attend_over_the_same_tokens(load, monkeypatch):
+    """One step over the same contents gives the same outcome, so that the same work is timed."""
+    import mlx.core as mx
+
+    storages = load("storages")
+    monkeypatch.setattr(storages, "LAYERS", 1)
+    monkeypatch.setattr(storages, "CAPACITY", 64)
+    full, padded, separate = storages.Left([9, 5], 3), storages.Padded([9, 5]), storages.Separate([9, 5])
+    expected = full.step()
+    assert mx.allclose(expected, padded.step(), atol=1e-5)
+    assert mx.allclose(expected, separate.step(), atol=1e-5)
+    separate.gather = False
+    assert mx.allclose(full.step(), separate.step(), atol=1e-5)
+
+
+def test_arrivals_count_from_when_a_request_was_due(load, monkeypatch):
+    """Time to the first token holds the wait for a step; a stall is the worst gap between a row's tokens."""
+    arrivals = load("arrivals")
+    monkeypatch.setattr(arrivals, "EVERY", 0.0)
+
+    class Run:
+        def __init__(self):
+            self.left = {}
+
+        def submit(self, number, prompt):
+            self.left[number] = 2
+
+        def step(self):
+            events = [(number, 7) for number, left in self.left.items() if left]
+            self.left = {number: max(0, left - 1) for number, left in self.left.items()}
+            return events, any(self.left.values())
+
+    ticks = iter(float(i) for i in range(100))
+    lives = arrivals.drive(Run(), [[1], [2]], lambda: next(ticks))
+    assert [life.tokens for life in lives] == [[7, 7], [7, 7]]
+    assert all(life.times[0] > life.due and life.stall == life.times[1] - life.times[0] for life in lives)
+
+
+def test_an_unknown_workload_and_too_few_rounds_are_refused(load):
+    """One line, exit code 2, and nothing is run."""
+    program = load("run").__file__
+    for arguments, part in ((["decoed"], "decoed"), (["--rounds", "3"], "at least 5")):
+        done = subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert part in done.stderr
+
+
+@pytest.mark.long
+def test_the_program_prints_json(load):
+    program = load("run").__file__
+    done = subprocess.run(
+        [sys.executable, program, "host", "--rounds", "5", "--json"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert [report["facts"]["occupancy"] for report in found["reports"]] == [1.0, 32.0]
+    assert not found["errors"]
+    assert {"cores", "blas", "mlx", "mlx-lm"} <= found["machine"].keys()
