@@ -62,10 +62,6 @@ class Ring:
         """Return how many of the first columns a row of ``tokens`` fills."""
         return min(tokens, self.keep) + min(max(0, tokens - self.phases[row]), self.span)
 
-    def oldest(self, row: int, tokens: int) -> int:
-        """Return the first position, sinks apart, that a row of ``tokens`` holds."""
-        return max(self.phases[row], tokens - self.span)
-
     def reusable(self, row: int, held: int, tokens: int) -> int:
         """Return ``tokens`` if the window before it is whole in a row of ``held`` tokens, ``held`` if it is that, else 0.
 
@@ -208,11 +204,13 @@ class Ring:
         return (parts or [slice(0, 0)])[0] if len(parts) < 2 else _vector(*parts)
 
     def relaid(self, tokens: Sequence[int], slack: int) -> tuple[Ring, Columns]:
-        """Return the ring of rows of ``tokens`` with another slack, laid out anew, and the columns it takes in order."""
-        ring = attrs.evolve(self, slack=slack)
-        phases = [max(self.oldest(row, n), n - ring.span) for row, n in enumerate(tokens)]
+        """Return the ring of rows of ``tokens`` with another slack, laid out anew, and the columns it takes in order.
+
+        Only what a query to come sees is taken: the position before that may be what a rejected token left.
+        """
+        phases = [self._earliest(row, n) for row, n in enumerate(tokens)]
         each = [_vector(self.order(row, n, phases[row])) for row, n in enumerate(tokens)]
-        ring = attrs.evolve(ring, phases=tuple(phases))
+        ring = attrs.evolve(self, slack=slack, phases=tuple(phases))
         return ring, _stacked(each, max(columns.size for columns in each), left=False)
 
     def _earliest(self, row: int, start: int) -> int:

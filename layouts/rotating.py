@@ -111,13 +111,13 @@ class RingCache(SlotCache):
     # --- storage ----------------------------------------------------------------------------------------
 
     def row_planes(self, row: int) -> Planes:
-        """Return a dispatched copy of a row in temporal order: at most as many columns as the window."""
+        """Return a dispatched copy of a row in temporal order: what a query to come sees, less than a window."""
         tokens = self._tokens[row]
         if not self.planes or not tokens:
             return {}
         one = {name: plane[row : row + 1] for name, plane in self.planes.items()}
         _, columns = self.ring.pick([row]).relaid([tokens], slack=0)
-        part = picked(one, 1, columns)
+        part = {name: plane for name, plane in picked(one, 1, columns).items() if plane.size}
         mx.async_eval(list(part.values()))
         return part
 
@@ -175,7 +175,7 @@ class RotatingCache(PlainPlanes, RingCache):
         return RotatingCache(slots, self.ring.pick([]))
 
     def extract(self, row: int) -> RowState:
-        """Return a dispatched copy of a row's ``[1, H, at most window, D]`` in temporal order."""
+        """Return a dispatched copy of a row's ``[1, H, at most window - 1, D]`` in temporal order."""
         meta = {"window": str(self.ring.window), "keep": str(self.ring.keep)}
         return RowState(layout="rotating", tokens=self._tokens[row], arrays=self.row_planes(row), meta=meta)
 

@@ -48,8 +48,8 @@ class Kind:
 
     def held(self, tokens):
         """The positions that a stored row of ``tokens`` has."""
-        reach = tokens if self.window is None else self.window - self.keep
-        return [p for p in range(tokens) if p < self.keep or p >= tokens - reach]
+        reach = tokens + 1 if self.window is None else self.window - self.keep
+        return [p for p in range(tokens) if p < self.keep or p > tokens - reach]
 
     def columns(self, lengths, width):
         """How many columns a forward reads."""
@@ -157,9 +157,10 @@ class Mirror:
         assert self.cache.tokens == tuple(map(len, self.lists))
         for row, tokens in enumerate(self.lists):
             arrays = self.cache.extract(row).arrays()
-            assert set(arrays) == ({"keys", "values"} if tokens else set())
             held = np.array(tokens, dtype=int)[self.kind.held(len(tokens))]
+            assert list(arrays) == (["keys", "values"] if held.size else [])
             for array, table in zip(arrays.values(), self.kind.stored, strict=False):
+                assert array.shape[2] == held.size
                 got = np.array(array.astype(mx.float32))[0].transpose(1, 0, 2)  # (T, HEADS, D)
                 np.testing.assert_allclose(got, table[held], atol=self.tolerance, rtol=self.tolerance)
 
