@@ -113,27 +113,29 @@ class Emitter:
         if drawn.logprob is not None:
             row.logprobs.append(drawn.logprob)
         text = row.text.push(drawn.token) if row.text is not None else ""
-        event = TokenEvent(
-            request_id=row.id,
-            index=len(row.token_ids) - 1,
-            token=drawn.token,
-            text=text,
-            logprob=drawn.logprob,
-        )
         self.delivered += 1
-        row.publish(event)
-        answer = row.request.on_token(event) if row.request.on_token is not None else None
-        if inspect.isawaitable(answer):
-            if inspect.iscoroutine(answer):
-                answer.close()
-            raise RowError(row.id, "on_token returned an awaitable; use AsyncEngine for coroutine callbacks")
-        return answer is False or (row.text is not None and row.text.stopped is not None)
+        if row.watched:
+            index = len(row.token_ids) - 1
+            event = TokenEvent(request_id=row.id, index=index, token=drawn.token, text=text, logprob=drawn.logprob)
+            row.publish(event)
+            if row.request.on_token is not None and _refuses(row, row.request.on_token(event)):
+                return True
+        return row.text is not None and row.text.stopped is not None
 
     def _poison(self, row: Row, error: BaseException) -> bool:
         """Reject one row; its state is never stored."""
         row.error = row.error or error
         row.merged = row.fed_tainted = True
         return False
+
+
+def _refuses(row: Row, answer: object) -> bool:
+    """Return whether a callback's answer ends the row."""
+    if inspect.isawaitable(answer):
+        if inspect.iscoroutine(answer):
+            answer.close()
+        raise RowError(row.id, "on_token returned an awaitable; use AsyncEngine for coroutine callbacks")
+    return answer is False
 
 
 def _let_go(error: BaseException | None) -> None:

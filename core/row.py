@@ -128,6 +128,11 @@ class Row:
         self.outcome = outcome
         return True
 
+    @property
+    def watched(self) -> bool:
+        """True where somebody takes the row's events: without a stream and a callback none is made."""
+        return self.events is not None or self.request.on_token is not None
+
     def publish(self, event: TokenEvent) -> None:
         """Hand an event to whoever streams this row; without a stream it is dropped."""
         if self.events is not None:

@@ -6,6 +6,7 @@ Which distribution is drawn from is the samplers' business. A key is (seed, posi
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -113,13 +114,15 @@ class SamplerGroup:
         self._rows: list[Row] = []
         self._opened: SamplerRows | None = None
         self._words: mx.array | None = None
+        self._wants: list[int | None] = []
 
     def set_rows(self, rows: Sequence[Row]) -> None:
         """Open for ``rows`` in this order, unless it is open for them already."""
-        if len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True)):
+        if len(rows) == len(self._rows) and all(map(operator.is_, rows, self._rows)):
             return
         self._rows = list(rows)
         self._words = mx.array([key_words(row.seed) for row in rows], dtype=mx.uint32) if rows else None  # (B, 2)
+        self._wants = [row.request.sampling.logprobs for row in rows]
         self._opened = None
         params = [row.request.sampling for row in rows]
         if rows and self._vectorised:
@@ -145,13 +148,12 @@ class SamplerGroup:
         else:
             tokens = self._row_by_row(logits, keys, live, errors)
         real = [on and error is None for on, error in zip(live, errors, strict=True)]
-        best = mx.take_along_axis(logits, mx.argmax(logits, axis=-1, keepdims=True), axis=-1)
         draw = PendingDraw(
             tokens=tokens,
-            finite=mx.isfinite(best)[:, 0],  # argmax finds a NaN first, and minus infinity only when all are
+            finite=mx.isfinite(mx.max(logits, axis=-1)),  # NaN where any is, and minus infinity only where all are
             real=real,
             errors=errors,
-            wants=[row.request.sampling.logprobs for row in self._rows],
+            wants=self._wants,
             times=times or Times(),
         )
         self._add_logprobs(draw, logits)
