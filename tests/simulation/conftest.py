@@ -1,0 +1,37 @@
+"""Makes the package `harness` beside this file importable, and one set of instruments for the whole session."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+
+
+def load_harness() -> None:
+    """Import the directory ``harness`` under its own name: tests are not on the path."""
+    if "harness" not in sys.modules:
+        init = Path(__file__).with_name("harness") / "__init__.py"
+        spec = importlib.util.spec_from_file_location("harness", init, submodule_search_locations=[str(init.parent)])
+        sys.modules["harness"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["harness"])
+
+
+load_harness()
+
+
+@pytest.fixture(scope="session")
+def tools():
+    from harness.instruments import instruments
+
+    gc.collect()
+    gc.freeze()  # what lives now is not looked through again after each schedule
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    with instruments() as tools:
+        yield tools
+    structlog.reset_defaults()
+    gc.unfreeze()

@@ -1,0 +1,150 @@
+"""The invariants: after each step, for each stored state, and at the end of a schedule."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+from harness.model import value
+from harness.plan import REFUSED, SHIFTS, Fate, Plan, Planned, fate
+from harness.world import Violation, World
+from oarlock.core import FinishReason, Result
+from oarlock.core.errors import EngineClosed, NonFiniteLogits
+
+
+def after_step(world: World) -> None:
+    """Check what must hold between any two steps."""
+    if world.violations:
+        raise AssertionError(world.violations[0])
+    driver = world.driver
+    world.require(world.lock.held or not (driver.active or driver.preparing), "rows are kept without the lock")
+    for done in driver.group.log.forwards:
+        late = world.barred & set(done.ids)
+        world.require(not late, f"{late} were cancelled before they ran, and were forwarded")
+
+
+def published(world: World, kept, key, tokens: tuple[int, ...], states) -> None:
+    """Check one entry of the store. Requests may share their beginnings: one of them must have a right to it."""
+    owners = {row.id: row for row in kept if tokens[: row.prompt_tokens] in (row.prompt_ids, row.prompt_ids[:-1])}
+    wrong = []
+    for row in owners.values():
+        try:
+            _check_entry(world, row, key, tokens, states)
+        except Violation as violation:
+            wrong.append(str(violation))
+    world.require(len(wrong) < len(owners), "; ".join(wrong) or f"nobody has {tokens}")
+
+
+def _check_entry(world: World, row, key, tokens: tuple[int, ...], states) -> None:
+    """Check whose it is, under which key, and every number in it."""
+    plan = world.plans[int(row.id[1:])]
+    require(row.error is None and row.reason is not FinishReason.CANCELLED, f"{row.id} failed and was stored")
+    require(plan.reuse, f"{row.id} must not be stored")
+    require(key["namespace"] == plan.namespace, f"{row.id} was stored under namespace {key['namespace']!r}")
+    boundary = len(tokens) < len(plan.prompt)
+    require(len(tokens) >= len(plan.prompt) - boundary, f"{row.id} was stored under {len(tokens)} tokens")
+    require(not boundary or len(tokens) == len(plan.prompt) - 1, f"{row.id}: the boundary holds {len(tokens)} tokens")
+    own = (*plan.prompt, *world.delivered[plan.index])
+    tail = tokens[len(own) :]
+    require(tokens[: len(own)] == own[: len(tokens)], f"{row.id} was stored under {tokens}, its tokens are {own}")
+    require(not tail or (len(tail) == 1 and tail[0] in plan.eos), f"{row.id} was stored with {tail}")
+    numbers = [value(token, position, SHIFTS[plan.adapter]) for position, token in enumerate(tokens)]
+    for state in states:
+        arrays = state.arrays()
+        require(state.tokens == len(tokens), f"{row.id}: a layer holds {state.tokens} of {len(tokens)} tokens")
+        require(arrays["keys"][0, 0, :, 0].tolist() == list(tokens), f"{row.id}: the keys are another row's")
+        held = arrays["values"][0, 0, :, 0].tolist()
+        # NaN shows when the scores are read: too late for an unread first token, never for a token that ends its row.
+        unseen = plan.fault == "nan" and not (boundary and world.setting.scheduler["early_first_token"])
+        same = [a == b or (unseen and math.isnan(a)) for a, b in zip(held, numbers, strict=True)]
+        require(all(same), f"{row.id}: the values are another row's")
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise Violation(message)
+
+
+def at_end(world: World) -> None:
+    """Check every request's outcome and that nothing is left."""
+    if world.violations:
+        raise AssertionError(world.violations[0])
+    for plan in world.plans:
+        if plan.index in world.handles:
+            _check_request(world, plan)
+    for raises, wait in world.tasks:
+        try:
+            world.require(wait.result(0) == 7 and not raises, "a task gave another value")
+        except Planned:
+            world.require(raises, "a task failed by itself")
+        except EngineClosed:
+            world.require(world.closed, "a task was refused by an open engine")
+    stats = world.engine.stats()
+    counts = {name: stats[name] for name in ("active_rows", "pending_rows", "preparing_rows", "kv_bytes")}
+    world.require(not any(counts.values()), f"something is left: {counts}")
+    each = 2 * math.ceil(math.log2(world.setting.scheduler["max_batch"])) + 1
+    allowed = world.faults.transients + len(world.faults.guilty) * each
+    world.require(stats["retries"] <= allowed, f"{stats['retries']} retries, at most {allowed}")
+    world.require(not world.lock.held, "the lock is still held")
+    world.require(world.model.shift == 0, "an adapter is still entered")
+    world.require(not world.store.leases, f"leases are left: {world.store.leases}")
+    world.require(world.store.boundaries >= world.prepares, "a preparation advanced without a boundary")
+
+
+def nothing_lives(world: World) -> None:
+    """Check that no cache outlives the rows, though their outcomes are kept, and that rows die with their handles."""
+    if len(world.tools.caches):
+        gc.collect()
+    world.require(not len(world.tools.caches), f"{len(world.tools.caches)} caches are still alive")
+    rows = [weakref.ref(handle._row) for handle in world.handles.values()]
+    world.handles.clear()
+    world.store.kept.clear()
+    if any(row() is not None for row in rows):
+        gc.collect()
+    world.require(all(row() is None for row in rows), "rows outlive their handles")
+
+
+def _check_request(world: World, plan: Plan) -> None:
+    require, handle = world.require, world.handles[plan.index]
+    outcome, told = handle.outcome, fate(plan, world.setting.layers)
+    require(handle.done and outcome is not None, f"{plan.id} never settled")
+    finished, failed = world.settled["finished", plan.id], world.settled["failed", plan.id]
+    require((finished, failed) == ((1, 0) if isinstance(outcome, Result) else (0, 1)), f"{plan.id} settled twice")
+    require(world.ended[plan.index] == 1, f"{plan.id} ended {world.ended[plan.index]} times")
+    admitted, released = world.store.admitted[plan.id], world.store.released[plan.id]
+    require(admitted <= 1, f"{plan.id} was admitted {admitted} times")
+    require(released == 1 or (not admitted and released <= 1), f"{plan.id} gave its lease back {released} times")
+    row, got = world.row(plan), tuple(world.delivered[plan.index])
+    require(row.sampled <= row.max_tokens, f"{plan.id} was sampled {row.sampled} times")
+    require(plan.reuse or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
+    require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
+    if isinstance(outcome, Result):
+        require(outcome.token_ids == got, f"{plan.id} has {outcome.token_ids} and was given {got}")
+    if _natural(world, plan, told, got, outcome):
+        return
+    if isinstance(outcome, EngineClosed):
+        require(world.closed, f"{plan.id} was closed by an open engine")
+        return
+    require(plan.index in world.cancelled, f"{plan.id} ended as {outcome!r}; alone: {told}, got {len(got)} tokens")
+    require(getattr(outcome, "finish_reason", None) is FinishReason.CANCELLED, f"{plan.id} ended as {outcome!r}")
+    _, before = world.cancelled[plan.index]
+    require(len(got) == before, f"{plan.id} had {before} tokens when it was cancelled and got {len(got)}")
+
+
+def _natural(world: World, plan: Plan, told: Fate, got: tuple[int, ...], outcome) -> bool:
+    """Say whether a request ended as it does alone."""
+    if isinstance(outcome, Planned) and outcome.kind == "join":
+        return outcome.index == plan.index and plan.index in world.faults.join_failed and len(got) <= 1
+    if got != told.tokens:
+        return False
+    if isinstance(outcome, Result):
+        usage = outcome.usage
+        world.require(usage.prompt_tokens == len(plan.prompt), f"{plan.id}: {usage}")
+        same = told.end == outcome.finish_reason
+        world.require(not same or usage.generated_tokens == told.generated, f"{plan.id}: {usage}, alone {told}")
+        return same and plan.index not in world.faults.join_failed
+    if isinstance(outcome, NonFiniteLogits):
+        return told.end == "nan" and outcome.request_id == plan.id
+    known = isinstance(outcome, Planned) and (outcome.kind, outcome.index) == (told.end, plan.index)
+    return known and (told.end in (*REFUSED, "callback", "sampler", "poison"))

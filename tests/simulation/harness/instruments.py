@@ -1,0 +1,62 @@
+"""What the harness adds to the real parts: it sees every cache that is made and may stop one that joins another."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+
+import attrs
+import pytest
+
+from oarlock.core import manager
+from oarlock.layouts.full import FullCache
+
+
+@attrs.define
+class Instruments:
+    """``caches`` holds every living `FullCache`; ``on_join(cache, other)`` is called before rows are joined."""
+
+    caches: weakref.WeakSet = attrs.field(factory=weakref.WeakSet)
+    on_join: Callable | None = None
+
+
+@contextlib.contextmanager
+def instruments() -> Iterator[Instruments]:
+    """Patch `FullCache` and look installed plugins up once: reading entry points costs more than a schedule."""
+    tools = Instruments()
+    init, join = FullCache.__init__, FullCache.join
+
+    def seen(self, *given, **named):
+        tools.caches.add(self)
+        init(self, *given, **named)
+
+    def joining(self, other, slots):
+        if tools.on_join is not None:
+            tools.on_join(self, other)
+        join(self, other, slots)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "discover", functools.cache(manager.discover))
+        patch.setattr(FullCache, "__init__", seen)
+        patch.setattr(FullCache, "join", joining)
+        yield tools
+
+
+class Lock:
+    """An exclusive lock that remembers. ``released`` is called after each release."""
+
+    def __init__(self, released: Callable[[], None]) -> None:
+        self.held, self.taken, self._released = False, 0, released
+
+    def __enter__(self):
+        assert not self.held, "the lock was taken twice"
+        self.held = True
+        self.taken += 1
+        return self
+
+    def __exit__(self, *error):
+        assert self.held, "the lock was given back twice"
+        self.held = False
+        self._released()

@@ -1,0 +1,96 @@
+"""A model small enough to know by heart: its next token is a hash of every token at its position.
+
+Keys hold the token ids themselves, values a number made of token and position. Attention sums the values that the
+mask lets through, so a token that is lost, doubled, shifted, or read from a neighbour changes the scores; a NaN in a
+masked column spreads as it does through a softmax weight of zero. `next_token` is the same in plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import KVCache
+
+VOCABULARY = 61
+PRIME = 251
+POSITIONS = 512
+
+
+def weight(position: int) -> int:
+    """Return what a position multiplies its token with."""
+    return (7 * position * position + 3 * position + 1) % PRIME or 5
+
+
+def value(token: int, position: int, shift: int = 0) -> int:
+    """Return the number that a token leaves at its position; ``shift`` is the adapter's."""
+    return (token + 1 + shift) * weight(position) % PRIME
+
+
+def next_token(history: Sequence[int], shift: int = 0, layers: int = 1) -> int:
+    """Return the greedy token after ``history``: every layer adds the sum of its values, times its number from 1."""
+    total = sum(value(token, position, shift) for position, token in enumerate(history))
+    return total * (layers * (layers + 1) // 2) % VOCABULARY
+
+
+class StubModel(nn.Module):
+    """Attention without weights over the cache that it is given, one or more layers deep.
+
+    ``before`` and ``between`` are called while a forward is built: before anything, and between the first layer's
+    append and what follows. They may raise. ``spoiled`` answers per row whether its values are to be NaN. All three
+    get the caches and the ids; none is called by the serial caches of bind.
+    """
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = [None] * layers
+        self.shift = 0
+        self.before: Callable[[Sequence, mx.array], None] | None = None
+        self.between: Callable[[Sequence, mx.array], None] | None = None
+        self.spoiled: Callable[[Sequence, mx.array], list[bool] | None] | None = None
+        self._weights = mx.array([weight(position) for position in range(POSITIONS)], dtype=mx.int32)
+        self._tokens = mx.arange(VOCABULARY)
+        mx.eval(self._weights, self._tokens)
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache() for _ in self.layers]
+
+    def __call__(self, ids: mx.array, cache: Sequence) -> mx.array:
+        watched = not isinstance(cache[0], KVCache)
+        if watched and self.before is not None:
+            self.before(cache, ids)
+        spoiled = self.spoiled(cache, ids) if watched and self.spoiled is not None else None
+        width = ids.shape[1]
+        mask = cache[0].make_mask(width, return_array=False, window_size=None)
+        total = None
+        for number, layer in enumerate(cache, 1):
+            read = self._attend(layer, ids, mask, spoiled) * number  # (B, W, 1)
+            total = read if total is None else total + read
+            if number == 1 and watched and self.between is not None:
+                self.between(cache, ids)
+        return -mx.abs(self._tokens - mx.remainder(total, VOCABULARY))  # (B, W, V), 0 at the next token
+
+    def _attend(self, cache, ids: mx.array, mask, spoiled: list[bool] | None) -> mx.array:
+        width, start = ids.shape[1], cache.offset
+        positions = mx.arange(width) + (start if isinstance(start, int) else start[:, None])  # (W,) or (B, W)
+        values = (ids.astype(mx.int32) + 1 + self.shift) * self._weights[positions] % PRIME
+        values = values.astype(mx.float32)[:, None, :, None]  # (B, 1, W, 1)
+        if spoiled is not None:
+            values = mx.where(mx.array(spoiled)[:, None, None, None], mx.nan, values)
+        _, values = cache.update_and_fetch(ids.astype(mx.float32)[:, None, :, None], values)
+        if mask is None:
+            return values.sum(axis=2)  # (B, 1, 1): one token each, all of the past
+        if isinstance(mask, str):
+            columns = values.shape[2]
+            mask = mx.arange(columns - width, columns)[:, None] >= mx.arange(columns)  # (W, S)
+        return (mask.astype(mx.float32) @ values)[:, 0]  # (B, W, 1)
+
+
+def first_tokens(cache: Sequence, ids: mx.array) -> list[int]:
+    """Return the first prompt token of every row of a forward that is about to append: it says whose row it is."""
+    fresh, held = ids[:, 0].tolist(), cache[0].keys
+    if held is None:
+        return fresh
+    first = held[: len(fresh), 0, 0, 0].tolist()
+    return [int(old) if start else new for old, new, start in zip(first, fresh, cache[0].tokens, strict=True)]

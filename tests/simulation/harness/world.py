@@ -1,0 +1,271 @@
+"""One engine, its plans, and everything that happens to it. `checks` says what is allowed, `schedule` what is tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import attrs
+
+from harness.faults import Faults
+from harness.instruments import Instruments, Lock
+from harness.model import StubModel
+from harness.plan import SHIFTS, Plan, Planned
+from harness.plugins import Adapter, OtherMethod, Plugin, Store, StubSampler
+from oarlock.core import Request, SamplingParams
+from oarlock.core.engine import Engine
+from oarlock.core.errors import EngineClosed, QueueFull
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """How the engine of a schedule is built, and what happens to it that no plan says."""
+
+    scheduler: dict
+    publish_min_tokens: int = 64
+    layers: int = 1
+    room: int = 99
+    broken_store: Any = None
+    transients: tuple[tuple[int, bool], ...] = ()
+    """(forward number, whether half way): the next forward from that number on raises once."""
+
+
+class World:
+    """Builds the engine, does things to it, lets it do things to its consumers, and counts (event, phase)."""
+
+    def __init__(self, setting: Setting, plans: list[Plan], tools: Instruments, published) -> None:
+        self.setting, self.plans, self.tools = setting, plans, tools
+        self.table: Counter[tuple[str, str]] = Counter()
+        self.violations: list[str] = []
+        self.waiting = list(plans)
+        self.handles: dict[int, Any] = {}
+        self.delivered: dict[int, list[int]] = {}
+        self.settled: Counter[tuple[str, str]] = Counter()
+        self.ended: Counter[int] = Counter()
+        self.cancelled: dict[int, tuple[str, int]] = {}
+        """By plan: where its row was, and how many tokens it had, when it was first cancelled."""
+        self.barred: set[str] = set()
+        """Ids of rows that were cancelled between two steps before they ran."""
+        self.tasks: list[tuple[bool, Any]] = []
+        self.stalled: Counter[str] = Counter()
+        self.occupancy: Counter[int] = Counter()
+        self.prepares = 0
+        self.closed = False
+        self.stepping = self.preparing_now = False
+        self.consumer_acts = lambda plan: None
+        self.cancels = 0
+        self.model = StubModel(setting.layers)
+        self.store = Store(lambda *entry: published(self, *entry), room=setting.room, broken=setting.broken_store)
+        self.method = OtherMethod()
+        self.lock = Lock(self._lock_released)
+        self.faults = Faults(self)
+        self._start()
+
+    def _start(self) -> None:
+        plugin = Plugin(
+            sampler=StubSampler(self.faults.check_sampler),
+            store=self.store,
+            method=self.method,
+            adapters=tuple(Adapter(name) for name in SHIFTS if name),
+            seen=self._seen,
+        )
+        config = {
+            "scheduler": {"verify": False, **self.setting.scheduler},
+            "state_cache": {"name": "recording", "publish_min_tokens": self.setting.publish_min_tokens},
+            "plugins": {"disable": ["categorical"]},
+        }
+        self.engine = Engine(self.model, config=config, plugins=[plugin], lock=self.lock)
+        self.driver = self.engine._driver
+        ticks = itertools.count()
+        self.engine._scheduler.clock = lambda: next(ticks) * 0.01
+        self.faults.install()
+        self.store.failed = lambda: self.count("state cache raises")
+        self.store.refuses = self._refuse
+        prepare, decode = self.driver.prepare, self.driver.decode
+        self.driver.prepare = lambda: self._prepare(prepare)
+        self.driver.decode = lambda: self._decode(decode)
+
+    # --- what is going on ---------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        names = {(False, False): "idle", (True, False): "preparing", (False, True): "running"}
+        return names.get((self.driver.preparing, self.driver.active > 0), "both")
+
+    def count(self, event: str) -> None:
+        self.table[event, self.phase] += 1
+
+    def require(self, ok: bool, message: str) -> None:
+        """Note a violation, and raise it: inside a callback the engine would keep it for itself."""
+        if not ok:
+            self.violations.append(message)
+            raise Violation(message)
+
+    def row(self, plan: Plan) -> Any:
+        return self.handles[plan.index]._row
+
+    def where(self, plan: Plan) -> str:
+        row = self.row(plan)
+        if row.over or row.outcome is not None:
+            return "ended"
+        if row in self.driver.group.rows:
+            return "running"
+        return "preparing" if plan.id in self.driver.preparing_ids else "queued"
+
+    # --- what is done to the engine -------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """Submit the next plan; a full queue puts it off."""
+        plan = self.waiting.pop(0)
+        self.delivered.setdefault(plan.index, [])
+        try:
+            self.handles[plan.index] = self.engine.submit(
+                self._request(plan), events=lambda event: self._event(plan, event), ended=lambda _: self._ended(plan)
+            )
+        except QueueFull as full:
+            self.require(full.queued >= full.limit, "a queue with room turned a request away")
+            self.waiting.insert(0, plan)
+        except EngineClosed:
+            self.require(self.closed, "an open engine says that it is closed")
+        else:
+            self.require(not self.closed, "a closed engine took a request")
+            self.count("submit")
+
+    def _request(self, plan: Plan) -> Request:
+        lazy = plan.lazy_namespace or plan.fault == "namespace"
+        return Request(
+            id=plan.id,
+            prompt_ids=plan.prompt,
+            max_tokens=plan.max_tokens,
+            stop_token_ids=sorted(plan.eos),
+            sampling=SamplingParams(temperature=plan.temperature, seed=plan.seed),
+            priority=plan.priority,
+            prefill_chunk=plan.chunk,
+            reuse_prefix=plan.reuse,
+            namespace=(lambda: self._fail_or(plan, "namespace", plan.namespace)) if lazy else plan.namespace,
+            adapter=plan.adapter or None,
+            method=plan.method,
+            on_token=lambda event: self._token(plan, event),
+            on_admitted=lambda: self._fail_or(plan, "admitted", None),
+        )
+
+    def cancel(self, plan: Plan) -> None:
+        where = self.where(plan)
+        self.count(f"cancel {where}")
+        if where != "ended":
+            self.cancelled.setdefault(plan.index, (where, len(self.delivered[plan.index])))
+            if where in ("queued", "preparing") and not self.stepping:
+                self.barred.add(plan.id)
+        self.handles[plan.index].cancel()
+
+    def hold(self) -> None:
+        self.count("hold")
+        self.engine.hold()
+
+    def release(self) -> None:
+        self.count("release")
+        self.engine.release()
+
+    def task(self, raises: bool) -> None:
+        """Queue a task, which may raise."""
+        self.count("task raises" if raises else "task")
+
+        def work() -> int:
+            self.require(self.lock.held, "a task ran without the lock")
+            self.require(not self.driver.held, "a task ran while held")
+            if raises:
+                raise Planned("task", -1)
+            return 7
+
+        try:
+            self.tasks.append((raises, self.engine.run_at_boundary(work)))
+        except EngineClosed:
+            self.require(self.closed, "an open engine refused a task")
+
+    def close(self) -> None:
+        self.count("close")
+        self.closed = True
+        self.engine.close()
+
+    def step(self) -> bool:
+        """Do one iteration; it never raises, whatever the schedule does."""
+        self.stepping = True
+        try:
+            return self.engine.step()
+        finally:
+            self.stepping = False
+
+    # --- what the engine does to others ---------------------------------------------------------------------
+
+    def _fail_or(self, plan: Plan, fault: str, answer: Any) -> Any:
+        self.require(self.lock.held, f"{fault}: asked for without the lock")
+        if plan.fault == fault:
+            self.count("admission raises")
+            raise Planned(fault, plan.index)
+        return answer
+
+    def _refuse(self, row) -> None:
+        plan = self.plans[int(row.id[1:])]
+        if plan.fault == "admit":
+            self.count("admission raises")
+            raise Planned("admit", plan.index)
+
+    def _token(self, plan: Plan, event) -> Any:
+        got = self.delivered[plan.index]
+        self.require(event.index == len(got), f"{plan.id} got token {event.index} after {len(got)} others")
+        got.append(event.token)
+        if plan.acts_at == event.index:
+            self.consumer_acts(plan)
+        if event.index == plan.at and plan.fault == "callback":
+            self.count("callback raises")
+            raise Planned("callback", plan.index)
+        if event.index == plan.at and plan.fault == "false":
+            self.count("callback stops")
+            return False
+        return plan.answer  # None, 0 and "" go on like anything else
+
+    def _event(self, plan: Plan, event) -> None:
+        if event.finish_reason is not None and plan.fault == "end":
+            self.count("end callback raises")
+            raise Planned("end", plan.index)
+
+    def _ended(self, plan: Plan) -> None:
+        self.ended[plan.index] += 1
+        if plan.fault == "end":
+            raise Planned("end", plan.index)
+
+    def _seen(self, hook: str, request: Request) -> None:
+        self.settled[hook, request.id] += 1
+        if hook != "admitted":
+            return
+        self.require(not self.driver.held, f"{request.id} was admitted while held")
+        mine = (-request.priority, int(request.id[1:]))  # plans are submitted in the order of their numbers
+        for row in self.driver.queue:
+            other = (-row.request.priority, int(row.id[1:]))
+            self.require(mine < other, f"{request.id} overtook {row.id}")
+
+    def _lock_released(self) -> None:
+        self.require(not self.driver.active and not self.driver.preparing, "the lock was given back between steps")
+        self.require(self.model.shift == 0, "an adapter is entered without the lock")
+
+    def _prepare(self, prepare) -> None:
+        self.prepares += 1
+        for row in self.driver.group.rows:
+            self.stalled[row.id] += 1
+            if self.setting.scheduler["policy"] == "decode_first":
+                self.require(self.stalled[row.id] <= 1, f"{row.id} waited for two preparation advances")
+        self.preparing_now = True
+        try:
+            prepare()
+        finally:
+            self.preparing_now = False
+
+    def _decode(self, decode) -> None:
+        self.stalled.clear()
+        self.occupancy[self.driver.active] += 1
+        decode()
