@@ -200,8 +200,15 @@ def test_a_broken_layout_is_found(zoo, arrival, agreement, broken):
         agreement(results, zoo.serial(NAME, prompts, TOKENS))
 
 
-@pytest.mark.parametrize("broken", [OneMask, OnePosition])
-def test_the_probe_finds_a_broken_layout(zoo, broken):
+def test_the_probe_finds_a_broken_layout(zoo):
     """Bind compares two ragged rows with each alone."""
     with pytest.raises(ModelNotBatchable):
-        Engine(zoo.model(NAME), config={"layouts": {"full": "broken"}}, plugins=[plugin(broken)])
+        Engine(zoo.model(NAME), config={"layouts": {"full": "broken"}}, plugins=[plugin(OneMask)])
+
+
+def test_one_position_for_all_rows_is_right_for_rows_of_one_length(zoo, arrival, agreement):
+    """Bound with the probe, such rows share a forward only where their lengths agree, and the tokens are right."""
+    prompts = zoo.prompts(NAME, LENGTHS)
+    requests = [Request(prompt_ids=p, max_tokens=(TOKENS, 9, 1)[i % 3]) for i, p in enumerate(prompts)]
+    results = run(zoo, arrival, requests, 3, plugin(OnePosition))
+    agreement(results, zoo.serial(NAME, prompts, TOKENS)).check()
