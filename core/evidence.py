@@ -16,11 +16,13 @@ import mlx.core as mx
 
 
 def line_of(error: BaseException, model: Any) -> str | None:
-    """Return the innermost line of the model's own files that an error came through, or None."""
+    """Return the line of the model's own files that raised, itself or in mlx or numpy; None where something else did."""
     files = _files(model)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename in files:
-            return _shown(frame.filename, frame.lineno or 0)
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code.co_filename in files:
+            return _shown(frame.f_code.co_filename, line)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("mlx", "numpy"):
+            return None
     return None
 
 

@@ -1,0 +1,170 @@
+"""The bind probe: what it lets through, what it finds and where, what it costs, and when it proves nothing."""
+
+import mlx.core as mx
+import pytest
+import structlog
+from mlx import nn
+
+from oarlock.core import errors, rehearsal
+from oarlock.core.bind import bind
+from oarlock.core.config import EngineConfig
+from oarlock.core.engine import Engine
+from oarlock.core.manager import build
+from oarlock.core.testing import models
+from oarlock.layouts.full import FullCache
+
+
+def bound(model, config=None, **facts):
+    settings = EngineConfig.load(config or {})
+    return bind(model, settings, build(settings), **facts)
+
+
+class Wrong(nn.Module):
+    """A part of a layer that does ``wrong(inner, x, ...)``."""
+
+    def __init__(self, inner, wrong):
+        super().__init__()
+        self.inner, self._wrong = inner, wrong
+
+    def __call__(self, x, *args, **named):
+        return self._wrong(self.inner, x, *args, **named)
+
+
+def first_offset(rope, x, offset=0):
+    """Positions of row 0 for every row."""
+    return rope(x, offset=offset if isinstance(offset, int) else mx.broadcast_to(offset[:1], offset.shape))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_layer_that_mishandles_positions_is_named(layer):
+    model = models.build("tiny-full")
+    attention = model.model.layers[layer].self_attn
+    attention.rope = Wrong(attention.rope, first_offset)
+    with pytest.raises(errors.ModelNotBatchable, match="differ") as caught:
+        bound(model)
+    assert (caught.value.layer, caught.value.model_type) == (str(layer), "llama")
+
+
+def test_what_goes_wrong_behind_the_last_state_is_found_too():
+    model = models.build("tiny-full")
+    model.model.norm = Wrong(model.model.norm, lambda norm, x: norm(x[::-1] if x.shape[0] == 2 else x))
+    with pytest.raises(errors.ModelNotBatchable, match="no layer's state") as caught:
+        bound(model)
+    assert caught.value.layer is None
+
+
+def spoilt_state(mixer, x, mask=None, cache=None):
+    """Row 0's state for every row."""
+    out = mixer(x, mask, cache)
+    cache[1] = mx.broadcast_to(cache[1][:1], cache[1].shape)
+    return out
+
+
+def test_a_recurrent_state_is_compared_itself():
+    """Scores that hardly mind it would let it through."""
+    model = models.build("mamba2")
+    last = model.backbone.layers[-1]
+    last.mixer = Wrong(last.mixer, spoilt_state)
+    with pytest.raises(errors.ModelNotBatchable) as caught:
+        bound(model)
+    assert caught.value.layer == str(len(model.layers) - 1)
+
+
+def test_an_error_that_a_layout_raises_for_ragged_rows_is_no_reason_to_keep_them_apart(monkeypatch):
+    """Only a line of the model is: whatever else fails is refused."""
+    fetch = FullCache.update_and_fetch
+
+    def one_length_only(cache, keys, values):
+        if not cache._starts.equal:
+            msg = "one length only"
+            raise TypeError(msg)
+        return fetch(cache, keys, values)
+
+    monkeypatch.setattr(FullCache, "update_and_fetch", one_length_only)
+    with pytest.raises(errors.ModelNotBatchable, match="one length only"):
+        bound(models.build("tiny-full"))
+
+
+def test_a_model_with_one_position_is_named_with_its_line_and_its_rotation_is_as_before():
+    rope = mx.fast.rope
+    plan = bound(models.build("afm7", num_layers=4, num_kv_reuse_layers=2))
+    assert mx.fast.rope is rope
+    assert not plan.verdict.ragged
+    assert "afm7.py:" in plan.verdict.reason
+    assert "S - L" in plan.verdict.reason
+    line = next(line for line in plan.explain() if line["part"] == "rows")
+    assert line == {"part": "rows", "kind": "", **plan.verdict.explain()}
+    assert line["choice"] == "equal lengths share a forward"
+
+
+def test_explain_says_what_was_found():
+    lines = {name: bound(models.build(name)).verdict.explain() for name in ("tiny-full", "mamba", "mamba2")}
+    assert {line["choice"] for line in lines.values()} == {"all lengths share a forward"}
+    assert [line["detail"] for line in lines.values()] == [
+        "",
+        "recurrent layers do not mind the lengths of padded rows",
+        "recurrent layers mind the lengths of padded rows",
+    ]
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    """Then nothing is run, and the cautious answers stand."""
+    monkeypatch.setattr(rehearsal, "together", None)
+    plan = bound(models.build("mamba2"), {"scheduler": {"verify": False}})
+    assert (plan.honours_lengths, plan.verdict.ragged, plan.verdict.probed) == (False, True, False)
+    assert "off" in plan.verdict.explain()["reason"]
+
+
+def test_a_model_that_hardly_minds_its_past_is_said_to_prove_little():
+    model = models.build("tiny-full")
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+    with structlog.testing.capture_logs() as logs:
+        plan = bound(model)
+    assert not plan.verdict.sensitive
+    assert [log["event"] for log in logs] == ["probe_proves_little"]
+    assert "proves little" in plan.verdict.explain()["reason"]
+    assert bound(models.build("tiny-full")).verdict.sensitive
+
+
+def counted(model):
+    """The model, and the shapes that it is called with."""
+    shapes, call = [], type(model).__call__
+
+    class Counted(type(model)):
+        def __call__(self, ids, cache=None):
+            shapes.append(ids.shape)
+            return call(self, ids, cache)
+
+    model.__class__ = Counted
+    return model, shapes
+
+
+def test_it_costs_a_few_forwards_of_a_few_tokens():
+    for name, most in (("tiny-full", 16), ("mamba2", 24)):
+        model, shapes = counted(models.build(name))
+        bound(model)
+        assert len(shapes) <= most
+        assert max(width for _, width in shapes) <= 5
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 40, 512])
+def test_small_chunks_are_run_past(chunk):
+    model, shapes = counted(models.build("tiny-full"))
+    plan = bound(model, {"scheduler": {"prefill_chunk": chunk}})
+    long, short = rehearsal.prompts(plan)
+    assert len(long) > chunk or chunk > 64
+    assert len(short) < len(long) <= 67
+    assert max(width for _, width in shapes) <= chunk
+
+
+@pytest.mark.parametrize("positions", [8, 9, None])
+def test_it_stays_within_the_models_positions(positions):
+    plan = bound(models.build("tiny-full"), {"scheduler": {"prefill_chunk": 8}}, positions=positions)
+    long, _ = rehearsal.prompts(plan)
+    assert len(long) + 3 <= (positions or 99)
+
+
+def test_nothing_of_it_is_left():
+    with Engine(models.build("mamba2")) as engine:
+        assert (engine.stats()["kv_bytes"], engine.stats()["recoveries"]) == (0, 0)
