@@ -77,7 +77,6 @@ class World:
         config = {
             "scheduler": {"verify": False, **self.setting.scheduler},
             "state_cache": {"name": "recording", "publish_min_tokens": self.setting.publish_min_tokens},
-            "plugins": {"disable": ["categorical"]},
         }
         self.engine = Engine(self.model, config=config, plugins=[plugin], lock=self.lock)
         self.driver = self.engine._driver
