@@ -112,6 +112,7 @@ class Blocks:
         self._shares: weakref.WeakValueDictionary[int, Share] = weakref.WeakValueDictionary()
         self._serials = itertools.count()
         self._layers = itertools.count()
+        self._enlisted: weakref.WeakSet[object] = weakref.WeakSet()
         self._known: deque[_Transition] = deque(maxlen=4)
 
     @property
@@ -125,8 +126,9 @@ class Blocks:
         self.settle()
         return int(np.count_nonzero(self.counts))
 
-    def enlist(self) -> int:
+    def enlist(self, pages: object) -> int:
         """Return the number of another layer that keeps its planes by this pool."""
+        self._enlisted.add(pages)
         return next(self._layers)
 
     def add(self, share: Share, ids: Ids) -> None:
@@ -222,20 +224,24 @@ class Blocks:
         for known in self._known:
             if layer not in known.served and known.key == key and (result := known.result()) is not None:
                 known.served.add(layer)
+                self._release(known)
                 return result  # type: ignore[no-any-return]
         made = make()
-        self._known.appendleft(
-            _Transition(key, weakref.ref(made), {layer}, made if getattr(made, "empty", False) else None)
-        )
+        self._known.appendleft(known := _Transition(key, weakref.ref(made), {layer}, made))
+        self._release(known)
         return made
+
+    def _release(self, known: _Transition) -> None:
+        """Let a result go once every layer has it: its rows own blocks."""
+        if len(known.served) >= len(self._enlisted):
+            known.kept = None
 
 
 @attrs.define(eq=False)
 class _Transition:
-    """What a layer did, for the next layers to follow. The first layer keeps the result alive."""
+    """What a layer did, for the others to follow: at once, or after the first layer has gone on."""
 
     key: tuple[Any, ...]
     result: Callable[[], Any]
     served: set[int]
     kept: Any
-    """The result where it holds no block: then layers may also follow one after the other, not step by step."""

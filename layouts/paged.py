@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
-from oarlock.layouts.blocks import Blocks
+from oarlock.layouts.blocks import Blocks, Share
 from oarlock.layouts.pages import Library, PagedState, Pages, Pair, RowReads
-from oarlock.layouts.tables import Plan, Table
+from oarlock.layouts.tables import Plan, Table, continued
 
 OARLOCK_API = 1
 SIZES = (16, 32, 64, 128, 256)
@@ -186,7 +186,7 @@ class PagedCache:
         self._become(key, lambda: table.filled(self._blocks, theirs.tokens))
         for row, share in zip(rows, self._table.rows[len(table.rows) :], strict=True):
             if row is not None:
-                self._pages.put(share, *row)
+                self._pages.put(share, 0, *row)
 
     def take(self, indices: Sequence[int]) -> PagedCache:
         """Return rows ``indices`` as a cache of their own on the same blocks: this very one when it is all of them."""
@@ -202,12 +202,14 @@ class PagedCache:
         self._become(("keep", weakref.ref(table), wanted), lambda: table.kept(wanted))
 
     def extract(self, row: int) -> RowState:
-        """Return a counted share of a row's blocks; the next write into the last of them copies it."""
+        """Return a counted share of a row's full blocks, and a dispatched copy of the tokens behind them."""
         own, tokens = self._table.rows[row], self._table.tokens[row]
-        key = ("extract", weakref.ref(own), tokens)
-        share = self._blocks.together(self._pages.number, key, lambda: own.again(grows=False))
-        meta = {"path": self._pages.layer.path, "block_size": str(self._blocks.size)}
-        return PagedState(layout="paged", tokens=tokens, arrays={}, meta=meta, pages=self._pages, share=share)
+        blocks, full = self._blocks, tokens // self._blocks.size
+        key = ("extract", weakref.ref(own), full)
+        share = blocks.together(self._pages.number, key, lambda: Share(blocks, own.ids[:full], grows=False))
+        meta = {"path": self._pages.layer.path, "block_size": str(blocks.size)}
+        held: dict[str, Any] = {"pages": self._pages, "share": share, "tail": self._pages.tail(own, tokens)}
+        return PagedState(layout="paged", tokens=tokens, arrays={}, meta=meta, **held)
 
     def reusable(self, tokens: int) -> int:
         """Return ``tokens``: any prefix of full attention is one."""
@@ -260,7 +262,7 @@ class PagedLayout:
 
     def open(self, layer: LayerInfo, options: PagedOptions | None, *, slots: int, window: int) -> PagedCache:
         """Return a cache without rows; it reserves nothing, and any window can be rolled back."""
-        pages = self._pages(layer, options or PagedOptions())
+        pages = self._library.pages(layer, options or PagedOptions())
         return PagedCache(pages, pages.blocks.together(pages.number, ("open",), Table))
 
     def bytes_at(self, layer: LayerInfo, options: PagedOptions | None, tokens: int) -> int:
@@ -274,24 +276,22 @@ class PagedLayout:
         if isinstance(state, PagedState):
             pages, share = state.pages, state.share
             key: tuple[Any, ...] = ("restore", weakref.ref(share), state.tokens)
-            make = lambda: Table((share.again(),), (state.tokens,))  # noqa: E731 - used once, three lines down
-            return PagedCache(pages, pages.blocks.together(pages.number, key, make))
+            table = pages.blocks.together(pages.number, key, lambda: continued(pages.blocks, share, state.tokens))
+            if state.tail is not None:
+                pages.put(table.rows[0], state.tokens // pages.blocks.size * pages.blocks.size, *state.tail)
+            return PagedCache(pages, table)
         meta, arrays = state.meta(), state.arrays()
         bound = self._bound.get(meta.get("path", ""))
         if bound is not None:
-            pages = self._pages(*bound)
+            pages = self._library.pages(*bound)
         else:
             layer = LayerInfo(index=0, path="", kind="full")
             pages = Pages(layer, Blocks(int(meta.get("block_size", PagedOptions().block_size))), attends=False)
         key = ("restore", state.tokens)
         table = pages.blocks.together(pages.number, key, lambda: Table().filled(pages.blocks, [state.tokens]))
         if arrays:
-            pages.put(table.rows[0], arrays["keys"], arrays["values"])
+            pages.put(table.rows[0], 0, arrays["keys"], arrays["values"])
         return PagedCache(pages, table)
-
-    def _pages(self, layer: LayerInfo, options: PagedOptions) -> Pages:
-        attends = layer.attendable and options.reads != "gather"
-        return self._library.pages(layer, options.block_size, attends=attends)
 
 
 @hookimpl

@@ -27,7 +27,7 @@ class Pages:
     def __init__(self, layer: LayerInfo, blocks: Blocks, *, attends: bool) -> None:
         """Open without arrays. ``attends``: attention of rows that no view covers is done row by row."""
         self.layer, self.blocks, self.attends = layer, blocks, attends
-        self.number = blocks.enlist()
+        self.number = blocks.enlist(self)
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._arrangement: Arrangement = blocks.arrangement
@@ -93,17 +93,23 @@ class Pages:
             if stale is not None:
                 plane[:, :, stale] = 0
 
-    def put(self, share: Share, keys: mx.array, values: mx.array) -> None:
-        """Write a whole row ``[1, H, T, D]`` into blocks of its own."""
+    def put(self, share: Share, start: int, keys: mx.array, values: mx.array) -> None:
+        """Write tokens ``[1, H, T, D]`` from ``start`` to the end of a row, into blocks of its own."""
         self._make(keys, values)
-        size, tokens = self.blocks.size, keys.shape[2]
-        everywhere = columns_of(share.ids, 0, share.ids.size * size, size)
-        at, stale = as_index(everywhere[:tokens]), everywhere[tokens:]
+        size, stop = self.blocks.size, start + keys.shape[2]
+        at = as_index(columns_of(share.ids, start, stop, size))
+        stale = columns_of(share.ids, stop, share.ids.size * size, size)
         for plane, new in ((self.keys, keys), (self.values, values)):
             assert plane is not None
             plane[:, :, at] = new
             if stale.size and not self.attends:
                 plane[:, :, as_index(stale)] = 0
+
+    def tail(self, share: Share, tokens: int) -> Pair | None:
+        """Return a copy of the tokens in a row's last block, dispatched; None where it is full."""
+        count = tokens % self.blocks.size
+        copies = self.blocks_of(mx.array(share.ids[-1:])) if count else None
+        return (copies[0][:, :, :count], copies[1][:, :, :count]) if copies is not None else None
 
     def blocks_of(self, ids: mx.array) -> Pair | None:
         """Return copies of blocks ``[1, H, n * size, D]``, dispatched: a pending reader makes a write copy the plane."""
@@ -168,25 +174,29 @@ class Pages:
 
 @attrs.frozen(kw_only=True)
 class PagedState(RowState):
-    """A stored row: a counted share of blocks that nobody writes. Its arrays are copied when they are asked for.
+    """A stored row: a counted share of its full blocks, which nobody writes, and a copy of the tokens behind them.
 
-    Ask on the thread that drives the engine: the copy is dispatched there.
+    Its arrays are copied when they are asked for: ask on the thread that drives the engine.
     """
 
     pages: Pages = attrs.field(eq=False)
     share: Share = attrs.field(eq=False)
+    tail: Pair | None = attrs.field(eq=False)
 
     def arrays(self) -> dict[str, mx.array]:
         """Return ``[1, H, tokens, D]`` of both, copied and dispatched."""
-        if not self.tokens:
+        parts = [self.tail] if self.tail is not None else []
+        if (full := self.share.ids.size * self.pages.blocks.size) > 0:
+            parts.insert(0, self.pages.row(self.share, full))
+        if not parts:
             return {}
-        keys, values = map(mx.contiguous, self.pages.row(self.share, self.tokens))
+        keys, values = (mx.contiguous(mx.concatenate([part[side] for part in parts], axis=2)) for side in (0, 1))
         mx.async_eval(keys, values)
         return {"keys": keys, "values": values}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; the share holds their blocks."""
+        """Bytes of the arrays, shared or not."""
         return self.pages.bytes_of(self.tokens)
 
 
@@ -198,11 +208,13 @@ class Library:
         self._pages: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
         self._latest: dict[int, tuple[weakref.ref[Blocks], int, tuple[int, ...]]] = {}
 
-    def pages(self, layer: LayerInfo, size: int, *, attends: bool) -> Pages:
-        """Return the one that this very layer has, or a new one."""
+    def pages(self, layer: LayerInfo, options: Any) -> Pages:
+        """Return the one that this very layer has, or a new one of ``options.block_size`` and ``options.reads``."""
         pages = self._pages.get(id(layer))
         if pages is None:
-            pages = self._pages[id(layer)] = Pages(layer, self._blocks(layer, size), attends=attends)
+            attends = layer.attendable and options.reads != "gather"
+            pages = Pages(layer, self._blocks(layer, options.block_size), attends=attends)
+            self._pages[id(layer)] = pages
         return pages
 
     def _blocks(self, layer: LayerInfo, size: int) -> Blocks:

@@ -32,11 +32,6 @@ class Table:
     def _starts(self) -> Positions:
         return Positions(self.tokens)
 
-    @property
-    def empty(self) -> bool:
-        """No row holds a token."""
-        return not any(self.tokens)
-
     def held(self) -> int:
         """Return how many blocks the rows hold; what two of them share counts once."""
         ids = [share.ids for share in self.rows]
@@ -68,6 +63,16 @@ class Table:
             if want:
                 rows[i] = Share(blocks, blocks.allocate(rows[i].end, want))
         return Table(tuple(rows), (*self.tokens, *tokens))
+
+
+def continued(blocks: Blocks, stored: Share, tokens: int) -> Table:
+    """Return a row on the full blocks of a stored one; its last block, where not full, is new and still to be written."""
+    ids = stored.ids
+    if _blocks_for(tokens, blocks.size) > ids.size:
+        blocks.reserve((), (), 1)
+        ids = stored.ids
+        ids = np.concatenate((ids, blocks.allocate(int(ids[-1]) + 1 if ids.size else -1, 1)))
+    return Table((Share(blocks, ids),), (tokens,))
 
 
 class Plan:

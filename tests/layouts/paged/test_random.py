@@ -2,7 +2,13 @@
 
 import random
 
+import mlx.core as mx
+import numpy as np
 import pytest
+
+from oarlock.layouts.blocks import Blocks, Share
+from oarlock.layouts.pages import Pages
+from oarlock.layouts.tables import Plan, Table
 
 SEQUENCES, OPERATIONS = 24, 14
 
@@ -78,11 +84,74 @@ def check_sequence(pool, seed):
     assert groups[0].blocks.used == 0
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
-def test_any_order_of_operations_holds(pool, size):
+def check_random(pool, size):
     for seed in range(SEQUENCES):
         try:
             check_sequence(pool(size), seed)
         except (AssertionError, ValueError, IndexError, RuntimeError) as error:
             msg = f"size {size}, sequence {seed}: {type(error).__name__}: {error}"
             raise AssertionError(msg) from error
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_any_order_of_operations_holds(pool, size):
+    check_random(pool, size)
+
+
+# --- twins: the same sequences with one fault each must fail ---------------------------------------------------
+
+
+def forgets_to_copy(monkeypatch):
+    monkeypatch.setattr(Plan, "_grown", _without_copies(Plan._grown))
+
+
+def _without_copies(grown):
+    def grow(self):
+        counts, self.blocks.counts = self.blocks.counts, np.minimum(self.blocks.counts, 1)
+        rows = grown(self)
+        if self.blocks.counts.size == counts.size:
+            self.blocks.counts = self.blocks.counts + np.maximum(counts - 1, 0)
+        return rows
+
+    return grow
+
+
+def keeps_sorted(monkeypatch):
+    kept = Table.kept
+    monkeypatch.setattr(Table, "kept", lambda self, indices: kept(self, sorted(indices)))
+
+
+def loses_owners(monkeypatch):
+    monkeypatch.setattr(Blocks, "settle", lambda self: self.returned.clear())
+
+
+def keeps_all(monkeypatch):
+    committed = Plan.committed
+    monkeypatch.setattr(
+        Plan, "committed", lambda self, kept: committed(self, [n and w for n, w in zip(kept, self.widths, strict=True)])
+    )
+
+
+def shares_owners(monkeypatch):
+    monkeypatch.setattr(Share, "again", lambda self, grows=True: self)
+
+
+def stays_where_it_was(monkeypatch):
+    """The pool is renumbered, the planes are not."""
+    monkeypatch.setattr(Pages, "_gather", lambda self, plane, ids: _shifted(self, plane, ids))
+
+
+def _shifted(pages, plane, ids):
+    size = pages.blocks.size
+    blocks = plane.reshape(1, plane.shape[1], -1, size * plane.shape[3])
+    wrong = mx.arange(ids.size) % blocks.shape[2]
+    return mx.take(blocks, wrong, axis=2).reshape(1, plane.shape[1], ids.size * size, plane.shape[3])
+
+
+@pytest.mark.parametrize(
+    "plant", [forgets_to_copy, keeps_sorted, loses_owners, keeps_all, shares_owners, stays_where_it_was]
+)
+def test_a_broken_pool_is_found(pool, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_random(pool, 4)

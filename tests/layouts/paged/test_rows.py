@@ -253,7 +253,7 @@ def test_a_stored_row_does_not_change_and_holds_the_pool(pool):
         each.check()
     blocks = group.blocks
     del group, first, second, each
-    assert blocks.used == 2
+    assert blocks.used == 1
     for state, keys in zip(states, before, strict=True):
         np.testing.assert_array_equal(np.array(state.arrays()["keys"]), keys)
     back = pool.group().restored(states, tokens)

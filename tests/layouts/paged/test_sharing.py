@@ -11,24 +11,22 @@ from oarlock.layouts.pages import Pages
 from oarlock.layouts.tables import Plan, Table
 
 
-def twins(pool, length, **options):
-    """Two rows on one prefix: prefilled once, stored, restored twice."""
-    pool = pool(**options)
-    row = pool.group(length)
-    states, tokens = row.states(0), row.lists[0]
-    row.keep([])
-    group = pool.group()
+def twins(pool, length, stored=False):
+    """Two rows on one prefix that was prefilled once: both joined from the cohort, or both restored from a stored row."""
+    pool = pool()
+    row, group = pool.group(length), pool.group()
+    states = row.states(0)
     for _ in range(2):
-        group.join(pool.group())
-        group.join(group.restored(states, tokens))
-    del states
+        group.join(group.restored(states, row.lists[0]) if stored else row)
+    row.keep([])
     return group
 
 
-def test_two_rows_on_one_prefix_hold_little_more_than_one(pool):
+@pytest.mark.parametrize("stored", [False, True], ids=["joined", "stored"])
+def test_two_rows_on_one_prefix_hold_little_more_than_one(pool, stored):
     """1,000 tokens in common, then each its own: less than 1.1 times one row's bytes."""
     one = pool().group(1000)
-    two = twins(pool, 1000)
+    two = twins(pool, 1000, stored)
     for _ in range(20):
         two.step([1, 1])
     two.check()
@@ -45,6 +43,7 @@ def test_a_write_into_a_shared_block_copies_exactly_that_block(pool, monkeypatch
     copy = Pages.blocks_of
     monkeypatch.setattr(Pages, "blocks_of", lambda self, ids: copied.append(ids.tolist()) or copy(self, ids))
     group = twins(pool, length)
+    copied.clear()  # the tail of the stored row
     before, used = [share.ids.tolist() for share in group.tables[0].rows], group.blocks.used
     assert before[0] == before[1]
     group.step([1, 0])
@@ -65,6 +64,17 @@ def test_a_full_block_is_never_copied(pool, monkeypatch, length):
     group = twins(pool, length)
     group.step([1, 1])
     group.step([20, 3])
+    group.check()
+
+
+def test_a_row_writes_on_where_it_is_after_it_was_stored(pool):
+    """Storing takes the full blocks' share and a copy of the rest, so the row stays side by side."""
+    group = pool().group(40, 21)
+    before = [share.ids.tolist() for share in group.tables[0].rows]
+    states = [group.states(row) for row in range(2)]
+    group.step([1, 1])
+    assert [share.ids.tolist() for share in group.tables[0].rows] == before
+    assert [state.share.ids.tolist() for state, _ in states] == [before[0][:2], before[1][:1]]
     group.check()
 
 
