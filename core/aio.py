@@ -18,7 +18,7 @@ import mlx.core as mx
 from oarlock.core.engine import Engine
 from oarlock.core.errors import SlowConsumer
 from oarlock.core.handle import Handle
-from oarlock.core.layers import evaluate
+from oarlock.core.layers import evaluate, evaluate_plugins
 from oarlock.core.request import Request, Result, TokenEvent
 
 MAX_UNREAD = 256
@@ -102,6 +102,7 @@ class AsyncEngine:
     def __init__(self, model: Any, tokenizer: Any = None, *, consumer_timeout: float = 30.0, **options: Any) -> None:
         """Bind ``model`` on the engine's thread; ``options`` are those of `Engine`. Blocks until it is bound."""
         evaluate(model)
+        evaluate_plugins(options.get("plugins", ()))
         self._start(lambda: Engine(model, tokenizer, **options), consumer_timeout)
 
     @classmethod

@@ -160,6 +160,8 @@ def bind(
         positions=positions,
     )
     reading.evaluate(model)
+    items = [item for registry in plugins.registries for item in registry]
+    reading.evaluate_plugins([*plugins.manager.get_plugins(), *items])
     plugins.registries.freeze()
     if not config.scheduler.verify:
         return bound

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import attrs
 import mlx.core as mx
-from mlx.nn import Embedding, QuantizedEmbedding
+import structlog
+from mlx.nn import Embedding, Module, QuantizedEmbedding
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -19,6 +21,10 @@ from mlx_lm.models.cache import (
 
 from oarlock.core.contracts.layout import LayerInfo
 
+_log = structlog.get_logger(__name__)
+_DEPTH = 3
+"""How many objects deep arrays are looked for: a plugin, what it registered, its options."""
+_WITHOUT_ARRAYS = (str, bytes, int, float, type, FunctionType, BuiltinFunctionType, MethodType)
 _KINDS = {KVCache: "full", RotatingKVCache: "rotating", ArraysCache: "recurrent", ChunkedKVCache: "chunked"}
 
 
@@ -36,8 +42,41 @@ def evaluate(model: Any) -> None:
 
     A lazy array belongs to the thread that made it, and an engine may run on another.
     """
-    values = (value for module in model.modules() for value in (*vars(module).values(), *module.values()))
-    mx.eval([value for value in values if isinstance(value, mx.array)])
+    mx.eval(list(_held(model)))
+
+
+def evaluate_plugins(plugins: Iterable[Any]) -> None:
+    """Evaluate the arrays that plugins and what they registered hold: constants made at import or when they were built.
+
+    What another thread made and left lazy is a warning: it fails the rows that use it, not the engine.
+    """
+    for plugin in plugins:
+        try:
+            mx.eval(list(_held(plugin)))
+        except Exception as error:  # noqa: BLE001 - of a plugin that perhaps nobody uses
+            _log.warning("plugin_not_evaluated", plugin=repr(plugin), error=repr(error))
+
+
+def _held(root: Any) -> Iterator[mx.array]:
+    """Yield the arrays in containers, modules and the attributes of plain objects, a few objects deep."""
+    stack, seen = [(root, _DEPTH)], set()
+    while stack:
+        thing, depth = stack.pop()
+        if isinstance(thing, mx.array):
+            yield thing
+        if id(thing) in seen or isinstance(thing, _WITHOUT_ARRAYS):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Mapping | list | tuple | set):
+            stack += [(value, depth) for value in (thing.values() if isinstance(thing, Mapping) else thing)]
+        deeper = depth if isinstance(thing, Module) else depth - 1
+        if deeper >= 0 and (thing is root or not isinstance(thing, ModuleType)):
+            stack += [(value, deeper) for value in _attributes(thing)]
+
+
+def _attributes(thing: Any) -> list[Any]:
+    slots = {name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())} - {"__weakref__"}
+    return [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
 
 
 def read(model: Any) -> ModelFacts:
