@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import logging
 import sys
 from pathlib import Path
 
 import pytest
-import structlog
 
 
 def load_harness() -> None:
@@ -30,8 +28,6 @@ def tools():
 
     gc.collect()
     gc.freeze()  # what lives now is not looked through again after each schedule
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with instruments() as tools:
         yield tools
-    structlog.reset_defaults()
     gc.unfreeze()

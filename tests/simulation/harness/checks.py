@@ -18,6 +18,7 @@ def after_step(world: World) -> None:
     if world.violations:
         raise AssertionError(world.violations[0])
     driver = world.driver
+    world.require(not world.tools.warnings["state_dropped"], "a state does not cover the tokens that are accounted")
     world.require(world.lock.held or not (driver.active or driver.preparing), "rows are kept without the lock")
     for done in driver.group.log.forwards:
         late = world.barred & set(done.ids)
@@ -121,6 +122,7 @@ def _check_request(world: World, plan: Plan) -> None:
     require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
     if isinstance(outcome, Result):
         require(outcome.token_ids == got, f"{plan.id} has {outcome.token_ids} and was given {got}")
+        _check_stored(world, plan, row)
     if _natural(world, plan, told, got, outcome):
         return
     if isinstance(outcome, EngineClosed):
@@ -130,6 +132,14 @@ def _check_request(world: World, plan: Plan) -> None:
     require(getattr(outcome, "finish_reason", None) is FinishReason.CANCELLED, f"{plan.id} ended as {outcome!r}")
     _, before = world.cancelled[plan.index]
     require(len(got) == before, f"{plan.id} had {before} tokens when it was cancelled and got {len(got)}")
+
+
+def _check_stored(world: World, plan: Plan, row) -> None:
+    """A row that finished is stored, unless it asked not to be or shared a batch with too short a prompt."""
+    short = row.merged and len(plan.prompt) < world.setting.publish_min_tokens
+    if plan.reuse and not short and world.store.broken is None and row.reason is not FinishReason.CANCELLED:
+        stored = any(tokens[: len(plan.prompt)] == plan.prompt for _, tokens, _ in world.store.entries)
+        world.require(stored, f"{plan.id} finished and was not stored")
 
 
 def _natural(world: World, plan: Plan, told: Fate, got: tuple[int, ...], outcome) -> bool:

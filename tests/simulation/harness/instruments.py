@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import attrs
 import pytest
+import structlog
 
 from oarlock.core import manager
 from oarlock.layouts.full import FullCache
@@ -18,8 +21,12 @@ PARTS = ("full", "plain", "greedy", "policies")
 
 @attrs.define
 class Instruments:
-    """``caches`` holds every living `FullCache`; ``on_join(cache, other)`` is called before rows are joined."""
+    """``caches`` holds every living `FullCache`; ``on_join(cache, other)`` is called before rows are joined.
 
+    ``warnings`` counts what was logged, by event.
+    """
+
+    warnings: Counter[str] = attrs.field(factory=Counter)
     caches: weakref.WeakSet = attrs.field(factory=weakref.WeakSet)
     on_join: Callable | None = None
 
@@ -41,11 +48,17 @@ def instruments() -> Iterator[Instruments]:
             tools.on_join(self, other)
         join(self, other, slots)
 
+    def logged(logger, level, event):
+        tools.warnings[event["event"]] += 1
+        raise structlog.DropEvent
+
+    structlog.configure([logged], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "discover", lambda: found)
         patch.setattr(FullCache, "__init__", seen)
         patch.setattr(FullCache, "join", joining)
         yield tools
+    structlog.reset_defaults()
 
 
 class Lock:

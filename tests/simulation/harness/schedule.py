@@ -126,6 +126,7 @@ def act(rng: random.Random, world: World) -> None:
 def run(number: int, tools: Instruments) -> Report:
     """Make and run one schedule; raise `AssertionError` with its number where an invariant does not hold."""
     rng = random.Random(number)
+    tools.warnings.clear()
     world = None
     try:
         chosen = setting(rng)

@@ -1,0 +1,223 @@
+"""Bugs planted in the engine, each of which the simulation must find: it would see them if they were there."""
+
+from __future__ import annotations
+
+import pytest
+from harness.schedule import run
+
+from oarlock.core.admission import AdmissionQueue
+from oarlock.core.driver import Driver
+from oarlock.core.emission import Emitter
+from oarlock.core.group import ExecutionGroup
+from oarlock.core.prefill import PrefillCohort
+from oarlock.core.publication import state_key
+from oarlock.core.recovery import Recovery
+from oarlock.core.row import Row
+from oarlock.core.sampling import SamplerGroup
+from oarlock.core.scheduler import Scheduler
+from oarlock.layouts.full import FullCache
+from oarlock.methods.plain import PlainDecoding, _join_all
+from oarlock.plugins.policies import DecodeFirst
+
+SCHEDULES = 2000
+
+
+def adopts_before_the_flush(patch):
+    """Trap 1: the flush can empty the batch."""
+
+    def join(self, row, caches, first=None):
+        empty = not self._host.rows
+        self.flush()
+        if empty:
+            self._caches, self._register = list(caches), first
+        else:
+            _join_all(self._caches, caches, len(self._host.rows))
+
+    patch.setattr(ExecutionGroup, "flush", lambda self: None)
+    patch.setattr(PlainDecoding, "join", join)
+
+
+def register_is_not_filtered_with_the_rows(patch):
+    """Trap 7."""
+
+    def keep(self, indices, discard):
+        if not indices:
+            return self.abort()
+        for cache in self._caches:
+            cache.keep(indices)
+        return None
+
+    patch.setattr(PlainDecoding, "keep", keep)
+
+
+def cold_steps_feed_nothing(patch):
+    """Trap 5: a cold step feeds each row's current token."""
+    advance = PlainDecoding.advance
+
+    def forgetful(self, work=None):
+        cold = self._register is None
+        fed = {row.id: len(row.fed) for row in self._host.rows}
+        advance(self, work)
+        for row in self._host.rows:
+            if cold and len(row.fed) > fed[row.id]:
+                row.fed.pop()
+
+    patch.setattr(PlainDecoding, "advance", forgetful)
+
+
+def flushed_tokens_are_fed(patch):
+    """Trap 5: they are fed later, as the current token."""
+    emit = PlainDecoding._emit
+    patch.setattr(PlainDecoding, "_emit", lambda self, register, *, fed: emit(self, register, fed=True))
+
+
+def doomed_rows_are_sampled(patch):
+    """8.4: a row whose last token is drawn already is sampled no more."""
+    patch.setattr(Row, "live", property(lambda self: True))
+
+
+def caches_keep_another_order_than_rows(patch):
+    """7.8."""
+    keep = PlainDecoding.keep
+    patch.setattr(PlainDecoding, "keep", lambda self, indices, discard: keep(self, indices[::-1], discard))
+
+
+def rows_settle_twice(patch):
+    """2.4, trap 14."""
+    conclude = Emitter.conclude
+
+    def again(self, row):
+        conclude(self, row)
+        row.outcome = None
+        return conclude(self, row)
+
+    patch.setattr(Emitter, "conclude", again)
+
+
+def cancels_are_ignored_while_preparing(patch):
+    """2.5 (b), trap 40."""
+    patch.setattr(PrefillCohort, "_drop", lambda self, over, reason: None)
+
+
+def the_lock_is_released_between_steps(patch):
+    """3.4, trap 43."""
+    decode = Driver.decode
+
+    def careless(self):
+        decode(self)
+        self.release()
+
+    patch.setattr(Driver, "decode", careless)
+
+
+def decode_is_skipped_after_publishing(patch):
+    """DESIGN 6: the promise of decode_first."""
+    patch.setattr(DecodeFirst, "ends_after_preparation", lambda self, counts: counts.published)
+
+
+def end_tokens_are_not_counted(patch):
+    """10.3, trap 10."""
+    emit = Emitter.emit
+
+    def emitting(self, row, drawn):
+        before = row.reason
+        goes_on = emit(self, row, drawn)
+        row.generated -= before is None and row.reason is not None and drawn.token in row.stop_ids
+        return goes_on
+
+    patch.setattr(Emitter, "emit", emitting)
+
+
+def failed_rows_are_published(patch):
+    """13.7, trap 15."""
+    retire = ExecutionGroup.retire
+
+    def publishing(self):
+        for place, row in enumerate(self._rows):
+            if row.error is not None and self._method is not None:
+                states = [cache.extract(place) for cache in self._method.caches()]
+                self._store.publish(state_key(self.bound.identity, row), row.coverage, states)
+        retire(self)
+
+    patch.setattr(ExecutionGroup, "retire", publishing)
+
+
+def aborted_forwards_leave_a_token(patch):
+    """DESIGN 7.3: commit with zeros undoes a forward that raised."""
+    commit = FullCache.commit
+    patch.setattr(FullCache, "commit", lambda self, kept: commit(self, kept if any(kept) else [1] * len(kept)))
+
+
+def keys_know_the_place_of_a_row(patch):
+    """9.4: draws depend on seed and position alone."""
+    keys = SamplerGroup._keys
+    patch.setattr(SamplerGroup, "_keys", lambda self: keys(self)[::-1])
+
+
+def leases_are_kept(patch):
+    """2.4: settling gives the lease back."""
+    patch.setattr(Driver, "conclude", lambda self, row: self.emitter.conclude(row))
+
+
+def held_engines_admit(patch):
+    """3.3, trap 44."""
+    patch.setattr(
+        Scheduler, "_room", lambda self, work: work.queued and work.active + work.preparing_rows < self.max_batch
+    )
+
+
+def the_last_comes_first(patch):
+    """4.1."""
+    patch.setattr(AdmissionQueue, "head", lambda self: list(self)[-1] if len(self) else None)
+
+
+def the_first_row_is_to_blame(patch):
+    """DESIGN 7.3: only the guilty row is rejected."""
+    patch.setattr(Recovery, "isolate", lambda self, failure: {0: failure.cause})
+
+
+def steps_are_not_tried_again(patch):
+    """DESIGN 7.3: an error that does not come back costs nobody anything."""
+    attempt = Recovery._attempt
+
+    def impatient(self, step, rows, repeated):
+        failed = attempt(self, step, rows, None)
+        return failed and (failed[0], {0: RuntimeError()})
+
+    patch.setattr(Recovery, "_attempt", impatient)
+
+
+PLANTS = [
+    adopts_before_the_flush,
+    register_is_not_filtered_with_the_rows,
+    cold_steps_feed_nothing,
+    flushed_tokens_are_fed,
+    doomed_rows_are_sampled,
+    caches_keep_another_order_than_rows,
+    rows_settle_twice,
+    cancels_are_ignored_while_preparing,
+    the_lock_is_released_between_steps,
+    decode_is_skipped_after_publishing,
+    end_tokens_are_not_counted,
+    failed_rows_are_published,
+    aborted_forwards_leave_a_token,
+    keys_know_the_place_of_a_row,
+    leases_are_kept,
+    held_engines_admit,
+    the_last_comes_first,
+    the_first_row_is_to_blame,
+    steps_are_not_tried_again,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant, tools, monkeypatch):
+    """Each within 2,000 schedules; without it the same schedules pass, see test_schedules."""
+    plant(monkeypatch)
+    for number in range(SCHEDULES):
+        try:
+            run(number, tools)
+        except AssertionError as found:
+            print(f"\n{plant.__name__}: schedule {number}: {str(found)[:160]}")
+            return
+    pytest.fail(f"{plant.__name__} was not found by {SCHEDULES} schedules")
