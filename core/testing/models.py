@@ -89,7 +89,7 @@ def build(name: str, *, seed: int = 0, amplify: float = 1.8, guard: bool = True,
     model.update(tree_unflatten(weights))
     model.eval()
     mx.eval(model.parameters())
-    if guard and (moved := sensitivity(model)) <= SENSITIVITY:
+    if guard and not (moved := sensitivity(model)) > SENSITIVITY:  # not a number is no sign of a past either
         raise InsensitiveModel(name, moved)
     return model
 
@@ -107,7 +107,8 @@ def _amplified(path: str, value: mx.array, factor: float) -> mx.array:
 
 def sensitivity(model: Any, length: int = 12) -> float:
     """Return how far the last scores move when the first of ``length`` tokens changes."""
-    prompt = [(13 * i + 5) % 89 for i in range(length)]
+    vocabulary = model(mx.zeros((1, 1), dtype=mx.uint32)).shape[-1]  # MLX reads beyond an embedding without an error
+    prompt = [(13 * i + 5) % min(89, vocabulary) for i in range(length)]
     first, second = (model(mx.array([[token, *prompt[1:]]], dtype=mx.uint32))[0, -1] for token in (5, 6))
     moved: Any = mx.max(mx.abs(first.astype(mx.float32) - second.astype(mx.float32))).item()
     return float(moved)

@@ -36,6 +36,7 @@ def test_arguments_can_be_changed():
     model = models.build("tiny-full", num_hidden_layers=2, vocab_size=50)
     assert len(model.layers) == 2
     assert model.lm_head.weight.shape[0] == 50
+    assert models.sensitivity(model) == models.sensitivity(model) > models.SENSITIVITY
 
 
 def test_recurrences_are_amplified():
