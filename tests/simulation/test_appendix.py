@@ -1,31 +1,15 @@
-"""SPEC appendix A with its numbers: checks that need no real model. A6 stands in tests/core/test_planner.py."""
+"""SPEC appendix A with its numbers: A1 to A4, A7 and A8. A6 stands in tests/core/test_planner.py."""
 
 from __future__ import annotations
 
-import attrs
 import mlx.core as mx
 import pytest
-from harness.instruments import Lock
-from harness.model import PRIME, StubModel
+from harness.model import PRIME
 from harness.plugins import Store
+from harness.rig import Zeros, build, prompt, run
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from oarlock.core import Request, hookimpl
-from oarlock.core.engine import Engine
-from oarlock.core.errors import EngineClosed
-from oarlock.methods.plain import PlainDecoding, PlainOptions
-
-
-class Zeros(StubModel):
-    """Keys and values as in the stub, and the score of token 0 is the best at every step. It notes its forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-        self.before = lambda cache, ids: self.shapes.append(list(ids.shape))
-
-    def __call__(self, ids, cache):
-        return 0 * super().__call__(ids, cache) - self._tokens
+from oarlock.core import Request
 
 
 class Hybrid(Zeros):
@@ -50,49 +34,6 @@ def fold(tokens):
     for token in tokens:
         state = (3 * state + token + 1) % PRIME
     return state
-
-
-@attrs.define(eq=False)
-class Given:
-    """A plugin of the parts that a check brings."""
-
-    store: object = None
-    methods: tuple = ()
-    adapter: object = None
-
-    @hookimpl
-    def register_state_caches(self, register):
-        if self.store is not None:
-            register(self.store)
-
-    @hookimpl
-    def register_methods(self, register):
-        for method in self.methods:
-            register(method)
-
-    @hookimpl
-    def register_adapters(self, register):
-        if self.adapter is not None:
-            register(self.adapter)
-
-
-def build(model, *, store=None, methods=(), adapter=None, lock=None, **scheduler):
-    config = {"scheduler": {"verify": False, **scheduler}}
-    if store is not None:
-        config["state_cache"] = {"name": store.name, "publish_min_tokens": 256}
-    return Engine(model, config=config, plugins=[Given(store, methods, adapter)], lock=lock)
-
-
-def prompt(length, first):
-    return tuple((first + 7 * i) % 60 for i in range(length))
-
-
-def run(engine, requests, turns=400):
-    handles = [engine.submit(request) for request in requests]
-    for _ in range(turns):
-        if not engine.step():
-            return handles
-    pytest.fail(f"not done after {turns} steps: {engine.stats()}")
 
 
 def replay(model_type, tokens):
@@ -220,107 +161,3 @@ def test_a_row_that_arrives_during_a_forward_joins_the_next(limit, shapes):
     run(engine, [Request(prompt_ids=prompt(13, 1), max_tokens=1)])
     assert model.shapes[:3] == shapes
     assert late[0].result().token_ids == (0,)
-
-
-# --- A9, A11, A12: methods, holds, adapters ---------------------------------------------------------------------------
-
-
-class Noted:
-    """A method that plain decoding stands behind; it notes when it is opened, stepped and closed."""
-
-    options = PlainOptions
-
-    def __init__(self, name, notes):
-        self.name, self.notes = name, notes
-
-    def open(self, host, options):
-        name, notes = self.name, self.notes
-
-        class Watched(PlainDecoding):
-            def advance(self, work=None):
-                notes.append(f"{name} steps {len(host.rows)}")
-                super().advance(work)
-
-            def close(self):
-                notes.append(f"{name} closes")
-                super().close()
-
-        notes.append(f"{name} opens")
-        return Watched(host)
-
-
-def test_a_method_is_opened_once_for_its_rows_and_closed_before_the_next():
-    """A9, 4.10, trap 46: four requests of X and one of Y."""
-    notes = []
-    engine = build(Zeros(), methods=(Noted("x", notes), Noted("y", notes)), max_batch=4)
-    requests = [Request(prompt_ids=[i + 1], max_tokens=3, method="x") for i in range(4)]
-    handles = run(engine, [*requests, Request(prompt_ids=[9], max_tokens=3, method="y")])
-    assert all(handle.result().token_ids == (0, 0, 0) for handle in handles)
-    assert notes[0] == "x opens"
-    assert "x steps 4" in notes
-    assert [note for note in notes if "steps" not in note] == ["x opens", "x closes", "y opens"]
-    assert not [note for note in notes[: notes.index("x closes")] if note.startswith("y")]
-    engine.close()
-    assert notes[-1] == "y closes"
-
-
-def test_a_method_survives_an_empty_batch():
-    """4.10, trap 46: the next request of the same key finds it open."""
-    notes = []
-    engine = build(Zeros(), methods=(Noted("x", notes),))
-    for _ in range(3):
-        run(engine, [Request(prompt_ids=[1], max_tokens=2, method="x")])
-        engine.step()
-    assert [note for note in notes if "steps" not in note] == ["x opens"]
-
-
-def test_closing_a_held_engine_rejects_the_queued():
-    """A11, 2.9."""
-    engine = build(Zeros())
-    engine.hold()
-    handle = engine.submit(Request(prompt_ids=[1], max_tokens=2))
-    assert not engine.step()
-    engine.close()
-    assert isinstance(handle.outcome, EngineClosed)
-    with pytest.raises(EngineClosed, match="closed"):
-        handle.result()
-
-
-class Entered:
-    """An adapter that notes."""
-
-    name = "lora"
-
-    def __init__(self, note):
-        self.note = note
-
-    def enter(self, model):
-        self.note("enter")
-        return lambda: self.note("leave")
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_an_adapter_is_entered_and_left_under_the_lock(raises):
-    """A12, 4.3, 4.9, 16.5: resolved, entered, left; also when on_admitted raises."""
-    notes = []
-    lock = Lock(lambda: notes.append("unlocked"))
-
-    def note(what):
-        assert lock.held
-        notes.append(what)
-
-    def admitted():
-        note("admitted")
-        if raises:
-            raise OSError("no")
-
-    def namespace():
-        note("namespace")
-        return "n"
-
-    engine = build(Zeros(), adapter=Entered(note), lock=lock)
-    request = Request(prompt_ids=[1], max_tokens=2, adapter="lora", namespace=namespace, on_admitted=admitted)
-    handle = run(engine, [request])[0]
-    engine.step()
-    assert notes == ["namespace", "enter", "admitted", "leave", "unlocked"]
-    assert isinstance(handle.outcome, OSError) == raises
