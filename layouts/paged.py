@@ -10,26 +10,15 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import attrs
 import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.blocks import Blocks, Share
-from oarlock.layouts.pages import Library, PagedState, Pages, Pair, RowReads
+from oarlock.layouts.pages import Library, PagedOptions, PagedState, Pages, Pair, RowReads, attends
 from oarlock.layouts.tables import Plan, Table, continued
 
 OARLOCK_API = 1
-SIZES = (16, 32, 64, 128, 256)
-READS = ("auto", "gather", "rows")
-
-
-@attrs.frozen
-class PagedOptions:
-    """``block_size``: tokens a block. ``reads``: "rows" attends row by row, "gather" copies; "auto" prefers rows."""
-
-    block_size: int = attrs.field(default=32, validator=attrs.validators.in_(SIZES))
-    reads: str = attrs.field(default="auto", validator=attrs.validators.in_(READS))
 
 
 class PagedCache:
@@ -259,6 +248,10 @@ class PagedLayout:
                 "reads = 'rows' needs a layer whose attention receives what its cache returns; say 'auto' or 'gather'"
             )
         return None
+
+    def attends(self, layer: LayerInfo, options: PagedOptions) -> bool:
+        """Return whether rows that no view covers attend one by one."""
+        return attends(layer, options)
 
     def open(self, layer: LayerInfo, options: PagedOptions | None, *, slots: int, window: int) -> PagedCache:
         """Return a cache without rows; it reserves nothing, and any window can be rolled back."""

@@ -19,6 +19,21 @@ from oarlock.layouts.blocks import Arrangement, Blocks, Share
 from oarlock.layouts.tables import Plan, as_index, columns_of
 
 Pair = tuple[mx.array, mx.array]
+SIZES = (16, 32, 64, 128, 256)
+READS = ("auto", "gather", "rows")
+
+
+@attrs.frozen
+class PagedOptions:
+    """``block_size``: tokens a block. ``reads``: "rows" attends row by row, "gather" copies; "auto" prefers rows."""
+
+    block_size: int = attrs.field(default=32, validator=attrs.validators.in_(SIZES))
+    reads: str = attrs.field(default="auto", validator=attrs.validators.in_(READS))
+
+
+def attends(layer: LayerInfo, options: PagedOptions) -> bool:
+    """Return whether attention goes row by row where no view covers all rows: wherever it can, unless told to gather."""
+    return layer.attendable and options.reads != "gather"
 
 
 class Pages:
@@ -208,12 +223,12 @@ class Library:
         self._pages: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
         self._latest: dict[int, tuple[weakref.ref[Blocks], int, tuple[int, ...]]] = {}
 
-    def pages(self, layer: LayerInfo, options: Any) -> Pages:
+    def pages(self, layer: LayerInfo, options: PagedOptions) -> Pages:
         """Return the one that this very layer has, or a new one of ``options.block_size`` and ``options.reads``."""
         pages = self._pages.get(id(layer))
         if pages is None:
-            attends = layer.attendable and options.reads != "gather"
-            pages = Pages(layer, self._blocks(layer, options.block_size), attends=attends)
+            blocks = self._blocks(layer, options.block_size)
+            pages = Pages(layer, blocks, attends=attends(layer, options))
             self._pages[id(layer)] = pages
         return pages
 
