@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import models
-from harness import Comparison, Report, equal_hash, ratio, spread
 from mlx_lm.generate import BatchGenerator
+from pairs import Comparison, Report, equal_hash, ratio, spread
 from sides import settings, top_two_gap
 
 from oarlock.core import Request

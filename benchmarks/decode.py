@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import models
-from harness import Block, Comparison, Report, equal_hash, in_turns, ratio, spread
 from mlx_lm.sample_utils import make_sampler
+from pairs import Block, Comparison, Report, equal_hash, in_turns, ratio, spread
 from sides import BareLoop, MlxLm, Oarlock, Prompts, top_two_gap
 
 from oarlock.core import SamplingParams

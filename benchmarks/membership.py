@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from harness import Comparison, Report, Spread, ratio, spread
+from pairs import Comparison, Report, Spread, ratio, spread
 from storages import CAPACITY, LAYERS, Left, Padded, Separate, Storage
 
 ROWS, TOKENS = 15, 2048

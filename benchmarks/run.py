@@ -18,7 +18,7 @@ import arrivals
 import decode
 import membership
 import models
-from harness import MIN_PAIRS, Report, UnequalTokens, machine
+from pairs import MIN_PAIRS, Report, UnequalTokens, machine
 
 from oarlock.core.contracts.loader import LoadedModel
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from harness import Block, Stopwatch
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
+from pairs import Block, Stopwatch
 
 from oarlock.core import Request, SamplingParams
 from oarlock.core.bind import BoundModel

@@ -17,4 +17,4 @@ def load(monkeypatch):
 
 @pytest.fixture
 def harness(load):
-    return load("harness")
+    return load("pairs")
