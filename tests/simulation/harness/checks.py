@@ -118,7 +118,8 @@ def _check_request(world: World, plan: Plan) -> None:
     require(released == 1 or (not admitted and released <= 1), f"{plan.id} gave its lease back {released} times")
     row, got = world.row(plan), tuple(world.delivered[plan.index])
     require(row.sampled <= row.max_tokens, f"{plan.id} was sampled {row.sampled} times")
-    require(plan.reuse or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
+    wanted = any(other.reuse and other.prompt == plan.prompt for other in world.plans)
+    require(wanted or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
     require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
     if isinstance(outcome, Result):
         require(outcome.token_ids == got, f"{plan.id} has {outcome.token_ids} and was given {got}")
