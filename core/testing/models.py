@@ -75,12 +75,13 @@ def table() -> Mapping[str, Mapping[str, Any]]:
 def build(name: str, *, seed: int = 0, amplify: float = 1.8, guard: bool = True, **changes: Any) -> Any:
     """Build the tiny model ``name`` in float32 with seeded random weights, ``changes`` over its arguments.
 
+    Where ``changes`` have a ``model_type`` they are all of its arguments, and ``name`` is for messages.
+
     Weights are multiplied by ``amplify``, those of convolutions by 30, decays are slowed and matrices of zeros filled,
-    so that the past matters.
-    Raises `InsensitiveModel` where it does not; with ``guard`` False such a model is returned. Seeds MLX's own
+    so that the past matters. Raises `InsensitiveModel` where it does not; with ``guard`` False such a model is returned. Seeds MLX's own
     generator of the calling thread.
     """
-    arguments = {**table()[name], **changes}
+    arguments = {**({} if "model_type" in changes else table()[name]), **changes}
     module = importlib.import_module(f"mlx_lm.models.{arguments['model_type']}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(arguments))
