@@ -171,6 +171,9 @@ class ExecutionGroup:
             self._store.boundary()
         try:
             self.recovery.run(self._method.advance, lambda: self._rows, self._reject)
+            if self._advances % CLEAR_EVERY == 0:
+                # What a model writes and never reads is no part of a step's evaluation: its graph would only grow.
+                mx.eval([array for cache in self._method.caches() for array in cache.arrays()])
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
             self.fail(error)
         if self._advances % CLEAR_EVERY == 0:

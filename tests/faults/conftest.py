@@ -22,14 +22,16 @@ class Scripted(nn.Module):
     """Says ``scripts[first token]``, by position, over a real cache: a row that reads another's past says its script.
 
     Position p of a row answers with token p of its script, so a prompt of n tokens begins at n - 1; where a script is
-    over it repeats. ``before(ids, cache)`` runs at the start of every forward.
+    over it repeats. ``before(ids, cache)`` runs at the start of every forward. ``reads_values`` False: what it writes as
+    values has no part in its scores.
     """
 
-    def __init__(self, scripts, vocabulary=64, before=None):
+    def __init__(self, scripts, vocabulary=64, before=None, reads_values=True):
         super().__init__()
         self.layers = [nn.Identity()]
         self.vocabulary = vocabulary
         self.before = before
+        self.reads_values = reads_values
         self._length = max(map(len, scripts.values()))
         table = [[0] * self._length for _ in range(vocabulary)]
         for first, script in scripts.items():
@@ -42,8 +44,9 @@ class Scripted(nn.Module):
         width = ids.shape[1]
         offset = mx.array(cache[0].offset, dtype=mx.int32).reshape(-1, 1)
         kv = ids.astype(mx.float32)[:, None, :, None]
-        keys, _ = cache[0].update_and_fetch(kv, kv)
-        firsts = keys[:, 0, :1, 0].astype(mx.int32)
+        keys, values = cache[0].update_and_fetch(kv, kv)
+        firsts = (values if self.reads_values else keys)[:, 0, :1, 0].astype(mx.int32)
+        firsts = mx.maximum(firsts, keys[:, 0, :1, 0].astype(mx.int32))
         positions = (offset + mx.arange(width, dtype=mx.int32)) % self._length
         said = self._table[firsts, positions]
         logits = 9.0 * (said[..., None] == mx.arange(self.vocabulary)).astype(mx.float32)
