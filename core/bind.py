@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from oarlock.core import layers as reading
+from oarlock.core.attention import Swap
 from oarlock.core.config import EngineConfig, parse_options
-from oarlock.core.contracts.composition import APART, BoundLayer
+from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.contracts.method import GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
@@ -59,6 +61,10 @@ class BoundModel:
         wrap = self.plugins.resolve("layout", _own(info, self.plugins)[0])
         layers = [attrs.evolve(layer, layout=wrap.compose([layer])) for layer in self.layers]
         return attrs.evolve(self, layers=tuple(layers), verdict=verdict)
+
+    def swap(self) -> Swap:
+        """Let what layouts hand out attend by itself until the swap is closed; nothing is swapped where none does."""
+        return Swap(self.model.modules() if any(layer.attends for layer in self.layers) else ())
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
@@ -165,7 +171,8 @@ def bind(
     plugins.registries.freeze()
     if not config.scheduler.verify:
         return bound
-    return probe(bound)
+    with contextlib.closing(bound.swap()):
+        return probe(bound)
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:
@@ -201,7 +208,9 @@ def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: Plug
     refusal = layout.refuses(info, parsed)
     if refusal is not None:
         raise LayoutRefused(name, info.path, refusal)
-    return BoundLayer(info=info, layout=layout, options=parsed, reason=reason, parts=parts)
+    attends = isinstance(layout, AttendingLayout) and layout.attends(info, parsed)
+    attends = attends or any(part.attends for part in parts)
+    return BoundLayer(info=info, layout=layout, options=parsed, reason=reason, parts=parts, attends=attends)
 
 
 def _own(info: LayerInfo, plugins: PluginSet) -> tuple[str, str]:

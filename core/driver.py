@@ -70,6 +70,7 @@ class Driver:
         self._clock = clock
         self._lock = lock
         self._residency = Residency(bound.model)
+        self._swap = bound.swap()
         self._work = contextlib.ExitStack()
         self._acquired = False
         self._tasks: deque[Task] = deque()
@@ -252,7 +253,7 @@ class Driver:
         for row in waiting:
             row.error = error
             attempts.append(partial(self.conclude, row))
-        attempt_all([*attempts, self.group.close_method, self.release])
+        attempt_all([*attempts, self.group.close_method, self.release, *([self._swap.close] if self.closed else [])])
 
     # --- admission -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from oarlock.core.attention import watched
 from oarlock.core.contracts.layout import LayerInfo
 
 _log = structlog.get_logger(__name__)
@@ -80,15 +81,37 @@ def _attributes(thing: Any) -> list[Any]:
 
 
 def read(model: Any) -> ModelFacts:
-    """Read ``model`` by building, not evaluating, one forward of one token with its own serial caches."""
-    caches = make_prompt_cache(model)
-    seen: dict[int, tuple[mx.array, mx.array]] = {}
-    for _, cache in _flat(caches):
-        _spy(cache, seen)
-    logits = model(mx.zeros((1, 1), dtype=mx.uint32), cache=caches)
-    layers = tuple(_info(index, str(index), cache, seen) for index, cache in enumerate(caches))
+    """Read ``model`` by building, not evaluating, forwards of one token and of two with its own serial caches.
+
+    Some models attend in another way from the second token of a forward on.
+    """
+    caches, fetches, logits = _trace(model, 1)
+    _, wide, _ = _trace(model, 2)
+    attendable = {path for path in fetches if fetches[path].attended and wide[path].attended}
+    layers = tuple(_info(index, str(index), cache, fetches, attendable) for index, cache in enumerate(caches))
     scores = int(logits.shape[-1])
     return ModelFacts(layers=layers, vocabulary=_embedding_rows(model, scores), scores=scores)
+
+
+@attrs.define(eq=False)
+class _Fetches:
+    """What one cache was given last, all that it returned, and whether attention received that, by identity."""
+
+    given: tuple[Any, ...] = ()
+    returned: list[tuple[Any, Any]] = attrs.field(factory=list)
+    attended: bool = False
+
+
+def _trace(model: Any, width: int) -> tuple[Sequence[Any], dict[str, _Fetches], mx.array]:
+    """Return the caches of one forward, what each fetched by path, and the scores."""
+    caches = make_prompt_cache(model)
+    fetches = {path: _spied(cache) for path, cache in _flat(caches)}
+    with watched(model) as seen:
+        logits = model(mx.zeros((1, width), dtype=mx.uint32), cache=caches)
+    for each in fetches.values():
+        received = [any(pair[0] is keys and pair[1] is values for keys, values in seen) for pair in each.returned]
+        each.attended = bool(received) and all(received)
+    return caches, fetches, logits
 
 
 def _flat(caches: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -101,25 +124,31 @@ def _flat(caches: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield path, cache
 
 
-def _spy(cache: Any, seen: dict[int, tuple[mx.array, mx.array]]) -> None:
-    """Record what a cache is given; the recorder lives in the instance and dies with it."""
-    fetch = getattr(cache, "update_and_fetch", None)
-    if fetch is None:
-        return
+def _spied(cache: Any) -> _Fetches:
+    """Record what a cache is given and returns; the recorder lives in the instance and dies with it."""
+    seen = _Fetches()
 
-    def update_and_fetch(keys: mx.array, values: mx.array, *rest: Any, **named: Any) -> Any:
-        seen[id(cache)] = (keys, values)
-        return fetch(keys, values, *rest, **named)
+    def recorded(method: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            seen.given = given or seen.given  # nothing is given where a model only reads again
+            seen.returned.append(pair := method(*given, **named))
+            return pair
 
-    cache.update_and_fetch = update_and_fetch
+        return call
+
+    for name in ("update_and_fetch", "keys_and_values"):
+        if (method := getattr(cache, name, None)) is not None:
+            setattr(cache, name, recorded(method))
+    return seen
 
 
-def _info(index: int, path: str, cache: Any, seen: dict[int, tuple[mx.array, mx.array]]) -> LayerInfo:
+def _info(index: int, path: str, cache: Any, fetches: Mapping[str, _Fetches], attendable: Container[str]) -> LayerInfo:
     if isinstance(cache, CacheList):
-        parts = tuple(_info(index, f"{path}.{i}", part, seen) for i, part in enumerate(cache.caches))
+        each = enumerate(cache.caches)
+        parts = tuple(_info(index, f"{path}.{i}", part, fetches, attendable) for i, part in each)
         return LayerInfo(index=index, path=path, kind="composite", parts=parts)
     kind = _KINDS.get(type(cache), type(cache).__name__)
-    keys, values = seen.get(id(cache), (None, None))
+    keys, values = fetches[path].given[:2] or (None, None)
     states = cache.cache if kind == "recurrent" else ()
     return LayerInfo(
         index=index,
@@ -134,6 +163,7 @@ def _info(index: int, path: str, cache: Any, seen: dict[int, tuple[mx.array, mx.
         chunk=cache.chunk_size if kind == "chunked" else 0,
         slots=len(states),
         state_bytes=sum(state.nbytes for state in states if state is not None),
+        attendable=path in attendable,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -15,13 +15,29 @@ APART = "apart"
 
 @attrs.frozen(kw_only=True)
 class BoundLayer:
-    """One layer and the layout that holds it, with the reason of the choice; likewise for each part of a composite."""
+    """One layer and the layout that holds it, with the reason of the choice; likewise for each part of a composite.
+
+    ``attends``: the layer's caches hand out `KeyValues`, see `AttendingLayout`.
+    """
 
     info: LayerInfo
     layout: CacheLayout
     options: Any
     reason: str
     parts: tuple[BoundLayer, ...] = ()
+    attends: bool = False
+
+
+@runtime_checkable
+class AttendingLayout(Protocol):
+    """What a layout has besides, whose caches may hand out `KeyValues` in place of keys and values.
+
+    It must not do so where the layer is not ``attendable``, but read plainly, or refuse the layer.
+    """
+
+    def attends(self, layer: LayerInfo, options: Any) -> bool:
+        """Return whether caches of this layer do. Called once per layer at bind."""
+        ...
 
 
 class ComposedLayout(CacheLayout, Protocol):
