@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from oarlock.core.contracts.layout import Positions
 from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.packed import Format
+from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout, QuantizedRing
 from oarlock.layouts.rings import Ring
 from oarlock.layouts.rotating import RotatingCache, RotatingLayout
 
@@ -30,7 +33,7 @@ class Kind:
     """A storage under test: how it is opened and restored, what tokens give it, what attention must see of them.
 
     ``window`` None: everything is seen. Else a query sees the first ``keep`` positions and the newest others, ``window``
-    in all; ``slack`` is how many more columns there are.
+    in all; ``slack`` is how many more columns there are. ``plain`` makes keys and values of a state's arrays.
     """
 
     open: Callable = lambda slots: FullCache(slots)
@@ -40,6 +43,7 @@ class Kind:
     window: int | None = None
     keep: int = 0
     slack: int = 0
+    plain: Callable = dict
 
     def visible(self, place):
         """The positions that a query at ``place`` sees."""
@@ -156,7 +160,7 @@ class Mirror:
         assert self.cache.rows == len(self.lists)
         assert self.cache.tokens == tuple(map(len, self.lists))
         for row, tokens in enumerate(self.lists):
-            arrays = self.cache.extract(row).arrays()
+            arrays = self.kind.plain(self.cache.extract(row).arrays())
             held = np.array(tokens, dtype=int)[self.kind.held(len(tokens))]
             assert list(arrays) == (["keys", "values"] if held.size else [])
             for array, table in zip(arrays.values(), self.kind.stored, strict=False):
@@ -200,3 +204,114 @@ def ring_kind():
         return Kind(open=ring, layout=RotatingLayout(), window=window, keep=keep, slack=slack)
 
     return make
+
+
+WIDE_KEY, WIDE_VALUE = 32, 64
+WIDE = tuple(
+    _draw.normal(size=(VOCABULARY, HEADS, size)).astype(np.float32) for size in (WIDE_KEY, WIDE_VALUE, WIDE_KEY)
+)
+"""Keys, values and queries that can be packed in groups of 32."""
+
+
+@pytest.fixture
+def packed_kind():
+    """Make the `Kind` of a quantized cache: a ring where a ``window`` is given, handles where it ``attends``."""
+
+    def make(bits=4, window=None, keep=0, slack=0, *, attends=True, cache_type=None):
+        packing = Format(bits=bits, group_size=32)
+        stored = tuple(np.array(packing.unpack("x", packing.pack("x", mx.array(table)))) for table in WIDE[:2])
+
+        def full(slots):
+            return (cache_type or QuantizedCache)(slots, packing, attends=attends)
+
+        def ring(slots):
+            ring = Ring(window=window, keep=keep, slack=slack)
+            return (cache_type or QuantizedRing)(slots, ring, packing, attends=attends)
+
+        def plain(arrays):
+            return {name: packing.unpack(name, arrays) for name in ("keys", "values") if arrays}
+
+        return Kind(
+            open=full if window is None else ring, layout=QuantizedLayout(), given=WIDE, stored=stored,
+            window=window, keep=keep, slack=slack, plain=plain,
+        )  # fmt: skip
+
+    return make
+
+
+# --- random operations on caches of one slot a row ------------------------------------------------------------------
+
+
+def operate(draw, rows, make):
+    """Do one operation to both sides; every one leaves rows that must still be right."""
+    count, slack = rows.cache.rows, rows.kind.slack
+    chosen = draw.choice(["step"] * 5 + ["block", "join", "join", "add", "keep", "take", "restore", "compact", "abort"])
+    if chosen == "join" or not count:
+        lengths = [draw.choice([0, 1, 3, 7, 8, 9, 17, 40]) for _ in range(draw.randint(1, 3))]
+        other = make(lengths, slack=draw.choice([0, slack, 4]))
+        for _ in range(draw.choice([0, 0, 3])):
+            other.step([1] * len(lengths))
+        rows.join(other)
+    elif chosen in {"step", "block"}:
+        most = slack + 1 if chosen == "step" else slack + 8
+        widths = [draw.randint(0, most) for _ in range(count)] if draw.random() < 0.6 else [most] * count
+        widths[draw.randrange(count)] = max(1, *widths)
+        rows.step(widths, [draw.randint(0, width) for width in widths] if draw.random() < 0.5 else None)
+    elif chosen == "add":
+        rows.add(draw.randint(1, 2))
+    elif chosen == "keep":
+        rows.keep(draw.sample(range(count), draw.randint(0, count)))
+    elif chosen == "take":
+        part = rows.take(draw.sample(range(count), draw.randint(1, count)))
+        if part.cache is not rows.cache:
+            part.step([1] * part.cache.rows)
+            part.check()
+    elif chosen == "restore":
+        rows.join(rows.restored(draw.randrange(count)))
+    elif chosen == "compact":
+        rows.cache.compact()
+    elif chosen == "abort":
+        rows.forward([rows.tokens(width) for width in [draw.choice([1, 2, 9])] * count])
+        rows.cache.commit([0] * count)
+
+
+def check_random(mirror, kind_of, windows, sequences):
+    """Sequences of operations over ``windows``; ``kind_of(window, keep, slack)`` is what is tested."""
+    for seed in range(sequences):
+        draw = random.Random(seed)
+        window = draw.choice(windows)
+        keep = draw.choice([0, 0, 0, min(2, window - 1)]) if window else 0
+
+        def make(lengths=(), slack=0, window=window, keep=keep):
+            made = mirror(kind=kind_of(window, keep, slack))
+            if lengths:
+                made.join(mirror(lengths=lengths, kind=kind_of(window, keep, 0)))
+            return made
+
+        rows = make(slack=draw.choice([0, 0, 1, 4]))
+        try:
+            check_sequence(draw, rows, make)
+        except (AssertionError, ValueError, IndexError) as error:
+            msg = f"sequence {seed}, window {window}, keep {keep}: {type(error).__name__}: {error}"
+            raise AssertionError(msg) from error
+
+
+def check_sequence(draw, rows, make):
+    for _ in range(16):
+        if rows.cache.rows > 6:
+            rows.keep(range(3))
+        operate(draw, rows, make)
+        assert rows.cache.tokens == tuple(map(len, rows.lists))
+    if rows.cache.rows:
+        rows.step([1] * rows.cache.rows)
+    rows.check()
+
+
+@pytest.fixture
+def random_check(mirror):
+    """Run `check_random` for kinds of caches."""
+
+    def check(kind_of, windows=(1, 2, 4, 8), sequences=100):
+        check_random(mirror, kind_of, windows, sequences)
+
+    return check

@@ -1,0 +1,159 @@
+"""Full attention and sliding windows in 2 to 8 bits a number, quantized from the first token on.
+
+What a token is stored as does not depend on chunks or company, and equals what mlx-lm's `QuantizedKVCache` stores.
+Packing runs along the head, so rows and columns move as they do in any other storage. How packed planes attend is
+`layouts.packed`'s business; `docs/decisions/quantized-reads.md` says what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core import hookimpl
+from oarlock.core.contracts.layout import LayerInfo, RowState
+from oarlock.layouts.full import LeftAligned
+from oarlock.layouts.packed import BITS, GROUPS, Format, KeysValues
+from oarlock.layouts.planes import Planes, round_up
+from oarlock.layouts.rings import Ring
+from oarlock.layouts.rotating import RingCache, ring_of, ring_refusal
+from oarlock.layouts.slots import SlotCache
+
+OARLOCK_API = 1
+NAME = "quantized"
+
+
+@attrs.frozen
+class QuantizedOptions:
+    """``bits`` a number; ``group_size``: how many neighbours share a scale and a bias."""
+
+    bits: int = attrs.field(default=8, validator=attrs.validators.in_(BITS))
+    group_size: int = attrs.field(default=64, validator=attrs.validators.in_(GROUPS))
+
+
+class PackedPlanes(SlotCache):
+    """Keys and values, each packed with its scales and biases. Attention gets a handle, or arrays where it must."""
+
+    format: Format
+    attends: bool
+
+    def encode(self, keys: mx.array, values: mx.array) -> Planes:
+        """Quantize both."""
+        return {**self.format.pack("keys", keys), **self.format.pack("values", values)}
+
+    def decode(self, planes: Planes) -> tuple[Any, Any]:
+        """Return handles, or both dequantized."""
+        if self.attends:
+            return KeysValues.pair(planes, self.format)
+        return self.format.unpack("keys", planes), self.format.unpack("values", planes)
+
+    def row_planes(self, row: int) -> Planes:
+        """Return a dispatched copy of a row's planes."""
+        raise NotImplementedError
+
+    def extract(self, row: int) -> RowState:
+        """Return a dispatched copy of a row, packed as it is."""
+        meta = {**self.format.meta(), "attends": str(int(self.attends)), **self._meta()}
+        return RowState(layout=NAME, tokens=self._tokens[row], arrays=self.row_planes(row), meta=meta)
+
+    def _meta(self) -> dict[str, str]:
+        return {}
+
+
+class QuantizedCache(LeftAligned, PackedPlanes):
+    """Every token of every row."""
+
+    def __init__(self, slots: int, format_: Format, *, attends: bool) -> None:
+        """Open without rows."""
+        super().__init__(slots)
+        self.format, self.attends = format_, attends
+
+    def storage(self) -> Hashable:
+        """Describe the storage."""
+        return (NAME, self.format)
+
+    def sibling(self, slots: int) -> QuantizedCache:
+        """Return a cache like this one, without rows."""
+        return QuantizedCache(slots, self.format, attends=self.attends)
+
+
+class QuantizedRing(RingCache, PackedPlanes):
+    """The window of every row."""
+
+    def __init__(self, slots: int, ring: Ring, format_: Format, *, attends: bool) -> None:
+        """Open without rows."""
+        super().__init__(slots, ring)
+        self.format, self.attends = format_, attends
+
+    def storage(self) -> Hashable:
+        """Describe the storage."""
+        return (NAME, self.format, self.ring.window, self.ring.keep)
+
+    def sibling(self, slots: int) -> QuantizedRing:
+        """Return a cache like this one, without rows."""
+        return QuantizedRing(slots, self.ring.pick([]), self.format, attends=self.attends)
+
+    def _meta(self) -> dict[str, str]:
+        return {"window": str(self.ring.window), "keep": str(self.ring.keep)}
+
+
+@attrs.frozen
+class QuantizedLayout:
+    """Registers as ``quantized``; holds full and sliding-window layers whose head sizes are multiples of the group."""
+
+    name: str = NAME
+    kinds: frozenset[str] = frozenset({"full", "rotating"})
+    options: type = QuantizedOptions
+
+    def refuses(self, layer: LayerInfo, options: QuantizedOptions) -> str | None:
+        """Return which head size cannot be packed, and what could."""
+        for name, size in (("key", layer.key_dim), ("value", layer.value_dim)):
+            if not size:
+                return f"the layer showed no {name}s in the traced forward, so there is nothing known to pack"
+            if size % options.group_size:
+                fits = [str(group) for group in GROUPS if not size % group]
+                allowed = f"group_size may be {' or '.join(fits)}" if fits else f"it is a multiple of none of {GROUPS}"
+                return f"its {name} size {size} is no multiple of group_size {options.group_size}; {allowed}"
+        return ring_refusal(layer) if layer.kind == "rotating" else None
+
+    def attends(self, layer: LayerInfo, options: QuantizedOptions) -> bool:
+        """Return whether attention takes handles: elsewhere planes are dequantized when they are read."""
+        return layer.attendable
+
+    def open(self, layer: LayerInfo, options: QuantizedOptions, *, slots: int, window: int) -> SlotCache:
+        """Return a cache without rows; a ring has room to roll back ``window`` tokens."""
+        format_ = Format(bits=options.bits, group_size=options.group_size)
+        if layer.kind == "rotating":
+            return QuantizedRing(slots, ring_of(layer, window), format_, attends=layer.attendable)
+        return QuantizedCache(slots, format_, attends=layer.attendable)
+
+    def bytes_at(self, layer: LayerInfo, options: QuantizedOptions, tokens: int) -> int:
+        """Return the bytes of one row's planes at ``tokens``, reserve included; a ring's without a method's slack."""
+        format_ = Format(bits=options.bits, group_size=options.group_size)
+        scale = layer.dtype.size if layer.dtype is not None else 2
+        columns = min(round_up(tokens), layer.window or round_up(tokens))
+        return (
+            layer.kv_heads * sum(format_.bytes_of(size, scale) for size in (layer.key_dim, layer.value_dim)) * columns
+        )
+
+    def restore(self, state: RowState) -> SlotCache:
+        """Return a one-row cache that copies the state's arrays when it is written to, and never writes them."""
+        meta = state.meta()
+        format_, attends = Format.from_meta(meta), meta["attends"] == "1"
+        cache: QuantizedCache | QuantizedRing
+        if "window" in meta:
+            ring = Ring(window=int(meta["window"]), keep=int(meta["keep"]))
+            cache = QuantizedRing(1, ring, format_, attends=attends)
+        else:
+            cache = QuantizedCache(1, format_, attends=attends)
+        cache.adopt(state.arrays(), state.tokens)
+        return cache
+
+
+@hookimpl
+def register_layouts(register: Callable[[object], None]) -> None:
+    """Register `quantized`."""
+    register(QuantizedLayout())
