@@ -260,6 +260,42 @@ def test_a_ring_that_lets_itself_be_cut_is_found(rings):
 # --- sizes and descriptions ---------------------------------------------------------------------------------------
 
 
+def check_residency(make):
+    """A hundred tokens and more by every path: alone, batched, in blocks, joined, taken out and put back, moved."""
+    rows = make((100, 3), decoded=2)
+    rows.join(make((40,), decoded=60))
+    rows.join(rows.restored(0))
+    rows.step([30] * 4)
+    for _ in range(100):
+        rows.step([1] * 4)
+    rows.keep([3, 1])
+    rows.join(rows.take([1]))
+    for each in (rows, rows.take([2]), rows.restored(1)):
+        each.step([1] * each.cache.rows)
+        held = each.cache.keys.shape[2]
+        assert held <= WINDOW, f"{held} columns"
+
+
+@pytest.mark.fault("D-09")
+@pytest.mark.parametrize("keep", [0, 2])
+def test_no_path_holds_more_than_the_window(rings, keep):
+    """The one largest cache size that there is: a model's window, sinks included."""
+    check_residency(lambda *args, **options: rings(*args, keep=keep, **options))
+
+
+class Unbounded(RotatingCache):
+    """Lays blocks out as they are, and grows to hold them."""
+
+    def _room(self, columns):
+        return columns + 1
+
+
+@pytest.mark.fault("D-09", twin=True)
+def test_a_ring_that_grows_is_found(rings):
+    with pytest.raises(AssertionError):
+        check_residency(lambda *args, **options: rings(*args, cache_type=Unbounded, **options))
+
+
 @pytest.mark.parametrize("window", [8, 256, 300, 700])
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 2000])
 def test_predicted_bytes_are_allocated_bytes(mirror, ring_kind, window, tokens):

@@ -1,12 +1,15 @@
 """Models with sliding windows, made so small that every row wraps: tokens are mlx-lm's own, in any company."""
 
 import functools
+import random
 
 import attrs
+import mlx.core as mx
 import pytest
 
 from oarlock.core import Request, SamplingParams, hookimpl
 from oarlock.core.engine import Engine
+from oarlock.core.forward import forward, settle
 from oarlock.core.layers import read
 from oarlock.core.testing import models
 from oarlock.layouts.rings import Ring
@@ -90,6 +93,48 @@ def test_no_schedule_changes_a_token(arrival, agreement, chunk, early):
         agreement(run(arrival, "tiny-ring", requests_of(prompts), every, **settings), serial).check()
 
 
+def check_drafts(name, layout=None, seed=0):
+    """Windows of up to five drafts, a fifth of them wrong, each row at its own pace; what is accepted is the serial run."""
+    config = {"layouts": {"rotating": "broken"} if layout else {}, "scheduler": {"verify": layout is None}}
+    prompts, draw = models.prompts(LENGTHS, 97), random.Random(seed)
+    wanted = [alone(name, tuple(prompt)).tokens for prompt in prompts]
+    with Engine(model(name), config=config, plugins=[layout] if layout else []) as engine:
+        bound = engine.bound
+        group = bound.open_caches(slots=len(prompts), window=5)
+        for place, prompt in enumerate(prompts):
+            lone = bound.open_caches(slots=1, window=1)
+            for cache in lone:
+                cache.add(1)
+            ids = mx.array([prompt], dtype=mx.uint32)
+            forward(bound, lone, ids, [len(prompt)])
+            settle(bound, lone, ids, [len(prompt)], [len(prompt)])
+            for cache, other in zip(group, lone, strict=True):
+                cache.join(other, [place])
+        done = [1] * len(prompts)
+        while min(done) < TOKENS - 5:
+            depths = [draw.randint(0, 4) for _ in prompts]
+            windows = [list(row[n - 1 : n + depth]) for row, n, depth in zip(wanted, done, depths, strict=True)]
+            for window in windows:
+                window[1:] = [(token + (draw.random() < 0.2)) % 97 for token in window[1:]]
+            widths = [len(window) for window in windows]
+            ids = mx.array([window + [0] * (max(widths) - len(window)) for window in windows], dtype=mx.uint32)
+            best = mx.argmax(forward(bound, group, ids, widths), axis=-1).tolist()
+            kept = []
+            for row, (window, scored) in enumerate(zip(windows, best, strict=True)):
+                right = next(
+                    (i for i in range(1, len(window)) if window[i] != wanted[row][done[row] + i - 1]), len(window)
+                )
+                assert scored[:right] == list(wanted[row][done[row] : done[row] + right])
+                kept.append(right if done[row] + right < TOKENS - 4 else 0)
+            settle(bound, group, ids, widths, kept)
+            done = [n + accepted for n, accepted in zip(done, kept, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["tiny-ring", "gpt_oss", "laguna"])
+def test_rejected_drafts_leave_no_trace_across_the_wrap(name):
+    check_drafts(name)
+
+
 def test_every_tiny_model_with_a_window_is_here(zoo):
     """And its windows are as small as they have to be."""
     with_windows = {name for name in zoo.names if any(layer.kind == "rotating" for layer in zoo.layers(name))}
@@ -127,6 +172,31 @@ class Merged(RotatingCache):
     def join(self, other, slots):
         super().join(other, slots)
         self.ring = attrs.evolve(self.ring, phases=(self.ring.phases[0],) * self.rows)
+
+
+class WithoutSlack(RotatingCache):
+    """Writes drafts over what it still needs."""
+
+    def __init__(self, slots, ring):
+        super().__init__(slots, attrs.evolve(ring, slack=0))
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        make = self.ring.block_mask if N > 5 else self.ring.mask
+        return make(self._starts, N, window_size, return_array)
+
+    def update_and_fetch(self, keys, values):
+        width, new = keys.shape[2], self.encode(keys, values)
+        if width > 5:
+            return super().update_and_fetch(keys, values)
+        self._reserve_columns(self.ring.extent(self._starts, width), new)
+        self._write(new, self.ring.places(self._starts, width))
+        self._written = width
+        return self.keys_and_values()
+
+
+def test_drafts_that_destroy_are_found():
+    with pytest.raises(AssertionError):
+        check_drafts("tiny-ring", broken(WithoutSlack))
 
 
 @pytest.mark.parametrize("cache_type", [OneMore, Merged])
