@@ -155,7 +155,7 @@ def test_small_chunks_are_run_past(chunk):
     long, short = rehearsal.prompts(plan)
     assert len(long) > chunk or chunk > 64
     assert len(short) < len(long) <= 67
-    assert max(width for _, width in shapes) <= chunk
+    assert max(width for _, width in shapes) <= max(chunk, 2)  # bind reads the layers by a forward of two
 
 
 @pytest.mark.parametrize("positions", [8, 9, None])
