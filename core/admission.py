@@ -34,17 +34,20 @@ class AdmissionQueue:
         self.limit = limit
         self._lanes: dict[int, deque[Row]] = {}
         self._returned: deque[Row] = deque()
+        self._waiting = 0  # kept, so that other threads may ask while a lane is being added
 
     def push(self, row: Row) -> None:
         """Queue a row, or raise `errors.QueueFull`."""
-        queued = sum(len(lane) for lane in self._lanes.values())
+        queued = self._waiting - len(self._returned)
         if queued >= self.limit:
             raise errors.QueueFull(queued, self.limit)
         self._lanes.setdefault(row.request.priority, deque()).append(row)
+        self._waiting += 1
 
     def push_front(self, row: Row) -> None:
         """Put a preempted row back at the head."""
         self._returned.appendleft(row)
+        self._waiting += 1
 
     def head(self) -> Row | None:
         """Return the next row to admit, or None."""
@@ -52,13 +55,13 @@ class AdmissionQueue:
 
     def pop(self) -> Row:
         """Remove and return the head. Raises IndexError when empty."""
-        if self._returned:
-            return self._returned.popleft()
-        for priority in sorted(self._lanes, reverse=True):
-            if self._lanes[priority]:
-                return self._lanes[priority].popleft()
-        msg = "pop from an empty queue"
-        raise IndexError(msg)
+        lanes = (self._returned, *(self._lanes[priority] for priority in sorted(self._lanes, reverse=True)))
+        lane = next((lane for lane in lanes if lane), None)
+        if lane is None:
+            msg = "pop from an empty queue"
+            raise IndexError(msg)
+        self._waiting -= 1
+        return lane.popleft()
 
     def prune(self, over: Callable[[Row], bool]) -> list[Row]:
         """Remove and return every row, wherever it stands, for which ``over`` is true."""
@@ -68,11 +71,12 @@ class AdmissionQueue:
             self._returned = deque(row for row in self._returned if id(row) not in gone)
             for priority, lane in self._lanes.items():
                 self._lanes[priority] = deque(row for row in lane if id(row) not in gone)
+            self._waiting -= len(removed)
         return removed
 
     def __len__(self) -> int:
         """Count all waiting rows."""
-        return len(self._returned) + sum(len(lane) for lane in self._lanes.values())
+        return self._waiting
 
     def __iter__(self) -> Iterator[Row]:
         """Iterate in order of admission."""

@@ -6,6 +6,7 @@ Which distribution is drawn from is the samplers' business. A key is (seed, posi
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import time
 from collections.abc import Iterable, Sequence
@@ -51,7 +52,7 @@ class PendingDraw:
     """Tokens sampled but not yet read. Everything here is one evaluation; `read` is the step's only sync."""
 
     tokens: mx.array  # (B,) uint32
-    finite: mx.array  # (B,) bool
+    best: mx.array  # (B,) the best score; isfinite would be six kernels on the device for one test on the host
     real: list[bool]
     errors: list[BaseException | None]
     wants: list[int | None]
@@ -63,24 +64,24 @@ class PendingDraw:
     def arrays(self) -> list[mx.array]:
         """Return what one evaluation must cover."""
         optional = (self.chosen, self.top_ids, self.top_values)
-        return [self.tokens, self.finite, *(array for array in optional if array is not None)]
+        return [self.tokens, self.best, *(array for array in optional if array is not None)]
 
     def read(self) -> list[Drawn]:
         """Block until the tokens are there."""
         before = time.perf_counter()
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
-        finite: list[bool] = self.finite.tolist()  # type: ignore[assignment]
+        best: list[float] = self.best.tolist()  # type: ignore[assignment]
         logprobs = self._read_logprobs(tokens)
         self.times.read += time.perf_counter() - before
         return [
-            Drawn(token, ok, real, error, logprob)
-            for token, ok, real, error, logprob in zip(tokens, finite, self.real, self.errors, logprobs, strict=True)
+            Drawn(token, math.isfinite(score), real, error, logprob)
+            for token, score, real, error, logprob in zip(tokens, best, self.real, self.errors, logprobs, strict=True)
         ]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Make old line ``indices[i]`` the new line i."""
         at = mx.array(list(indices), dtype=mx.int32)
-        self.tokens, self.finite = self.tokens[at], self.finite[at]
+        self.tokens, self.best = self.tokens[at], self.best[at]
         self.real = [self.real[i] for i in indices]
         self.errors = [self.errors[i] for i in indices]
         self.wants = [self.wants[i] for i in indices]
@@ -115,6 +116,7 @@ class SamplerGroup:
         self._opened: SamplerRows | None = None
         self._words: mx.array | None = None
         self._wants: list[int | None] = []
+        self._draws = True
 
     def set_rows(self, rows: Sequence[Row]) -> None:
         """Open for ``rows`` in this order, unless it is open for them already."""
@@ -123,12 +125,14 @@ class SamplerGroup:
         self._rows = list(rows)
         self._words = mx.array([key_words(row.seed) for row in rows], dtype=mx.uint32) if rows else None  # (B, 2)
         self._wants = [row.request.sampling.logprobs for row in rows]
-        self._opened = None
+        self._opened, self._draws = None, True
         params = [row.request.sampling for row in rows]
         if rows and self._vectorised:
             shared = next((s for s in self._samplers if all(self._serves(s, p) for p in params)), None)
             with contextlib.suppress(Exception):  # the row by row repetition finds whose it is
                 self._opened = shared.open(params) if shared is not None else None
+            still = shared is not None and shared.is_argmax_invariant and all(row.greedy for row in params)
+            self._draws = not still
 
     def _serves(self, sampler: Sampler, params: SamplingParams) -> bool:
         """Return whether ``sampler`` gives a row its own sampler's tokens: company must not choose another."""
@@ -150,7 +154,7 @@ class SamplerGroup:
         real = [on and error is None for on, error in zip(live, errors, strict=True)]
         draw = PendingDraw(
             tokens=tokens,
-            finite=mx.isfinite(mx.max(logits, axis=-1)),  # NaN where any is, and minus infinity only where all are
+            best=mx.max(logits, axis=-1),  # NaN where any score is, and minus infinity only where all are
             real=real,
             errors=errors,
             wants=self._wants,
@@ -163,6 +167,8 @@ class SamplerGroup:
     def _keys(self) -> mx.array:
         """Return uint32 ``[B, 2]`` of (seed, position); the position is the count of samples before this one."""
         assert self._words is not None
+        if not self._draws:  # nobody reads them, and making an array each step is dear beside a tiny model
+            return self._words
         positions = mx.array([[0, row.sampled] for row in self._rows], dtype=mx.uint32)
         return self._words ^ positions
 

@@ -175,8 +175,9 @@ class Scheduler:
         return True
 
     def _room(self, work: Work) -> bool:
-        running = work.active + (work.preparing_rows if work.preparing else 0)
-        return not work.held and work.queued > 0 and running < self.max_batch
+        if work.held or not work.queued:
+            return False
+        return work.active + (work.preparing_rows if work.preparing else 0) < self.max_batch
 
     def _counts(self, work: Work, before: int) -> Counts:
         return Counts(

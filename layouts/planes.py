@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -56,6 +57,12 @@ def picked(planes: Planes, rows: int, columns: Columns) -> Planes:
         return {name: mx.take(plane[:rows], columns, axis=2) for name, plane in planes.items()}
     at = (mx.arange(rows)[:, None], slice(None), columns)
     return {name: plane[at].transpose(0, 2, 1, 3) for name, plane in planes.items()}
+
+
+def copied(plane: mx.array, rows: Sequence[int], columns: int) -> mx.array:
+    """Copy the first columns of some rows. By slices: gathering with an index array takes three times as long."""
+    parts = [plane[row : row + 1, :, :columns] for row in rows]
+    return mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
 
 
 def round_up(columns: int) -> int:

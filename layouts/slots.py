@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import BatchCache, Positions
-from oarlock.layouts.planes import Planes, grown, round_up
+from oarlock.layouts.planes import Planes, copied, grown, round_up
 
 
 class SlotCache:
@@ -77,7 +77,8 @@ class SlotCache:
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep ``kept[i]`` tokens of row i; what stays behind them is overwritten by the next append."""
-        self._set_tokens(tuple(start + n for start, n in zip(self._starts, kept, strict=True)))
+        after = self._starts.shared(("after", *kept), lambda: self._starts.after(kept))
+        self._tokens, self._starts, self._written = after, after, 0
 
     # --- rows -------------------------------------------------------------------------------------------
 
@@ -157,14 +158,13 @@ class SlotCache:
         """Make old row ``indices[i]`` the new row i. Blocks once where rows move: MLX copies all of them otherwise."""
         moved = [(new, old) for new, old in enumerate(indices) if new != old]
         if moved and self.planes:
-            part, columns = self._copy([old for _, old in moved]), 0
-            target = mx.array([new for new, _ in moved], dtype=mx.int32)
-            if part.planes:
-                mx.eval(part.arrays())
-                columns = part._first.shape[2]
+            part = self._copy([old for _, old in moved])
+            mx.eval(part.arrays())
+            columns = part._first.shape[2] if part.planes else 0
+            for i, (new, _) in enumerate(moved):
                 for name, plane in part.planes.items():
-                    self.planes[name][target, :, :columns] = plane
-            self._clear(target, columns)  # as in a join
+                    self.planes[name][new : new + 1, :, :columns] = plane[i : i + 1]
+                self._clear(slice(new, new + 1), columns)  # as in a join
         self._set_tokens(tuple(self._tokens[old] for old in indices))
 
     # --- storage ----------------------------------------------------------------------------------------
@@ -191,8 +191,7 @@ class SlotCache:
         part._set_tokens(tuple(self._tokens[i] for i in indices))
         columns = max(map(self._held, indices), default=0)
         if self.planes and columns:
-            at = mx.array(list(indices), dtype=mx.int32)
-            part.planes = {name: mx.take(plane[:, :, :columns], at, axis=0) for name, plane in self.planes.items()}
+            part.planes = {name: copied(plane, indices, columns) for name, plane in self.planes.items()}
             part._used_slots = len(indices)
             mx.async_eval(part.arrays())
         return part
@@ -207,7 +206,8 @@ class SlotCache:
             if isinstance(at, int):
                 self.planes[name][:rows, :, at : at + width] = value
             else:  # the indexed axes come first: (B, N, H, D)
-                self.planes[name][mx.arange(rows)[:, None], :, at] = value.transpose(0, 2, 1, 3)
+                row = self._starts.shared(("rows", rows), lambda: mx.arange(rows)[:, None])  # noqa: B023 - called at once
+                self.planes[name][row, :, at] = value.transpose(0, 2, 1, 3)
             self._used_slots = max(self._used_slots, rows)
 
     def _read(self, rows: int, columns: int) -> Planes:
@@ -238,8 +238,8 @@ class SlotCache:
             self.planes = {name: grown(plane, 0, more) for name, plane in self.planes.items()}
         self._clear(slice(self.rows, min(needed, self._used_slots)), column)
 
-    def _clear(self, slots: slice | mx.array, column: int) -> None:
-        if isinstance(slots, slice) and slots.start >= slots.stop:
+    def _clear(self, slots: slice, column: int) -> None:
+        if slots.start >= slots.stop:
             return
         for plane in self.planes.values():
             if column < plane.shape[2]:

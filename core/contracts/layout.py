@@ -87,6 +87,10 @@ class Positions(tuple[int, ...]):
 
         return self.shared(("columns", width), make)
 
+    def after(self, kept: Sequence[int]) -> Positions:
+        """Return where rows stand that keep ``kept`` more tokens."""
+        return Positions(start + n for start, n in zip(self, kept, strict=True))
+
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what ``make`` returned the first time: for what a layout computes once a step, not once a layer."""
         if key not in self._shared:

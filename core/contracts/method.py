@@ -37,7 +37,7 @@ class Draw(Protocol):
         ...
 
 
-@attrs.frozen
+@attrs.define  # not frozen: one is made per row and step, and freezing doubles what that costs
 class Drawn:
     """One row's sampled token on the host.
 
