@@ -8,6 +8,7 @@ import inspect
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from os import PathLike
 from typing import Any
@@ -187,10 +188,12 @@ class AsyncEngine:
         mailbox = Mailbox(asyncio.get_running_loop(), self._consumer_timeout)
         handles: list[AsyncHandle] = []
         failed: BaseException | None = None
+        waiting, running = deque(requests), 0
         try:
-            handles.extend(self._submit(request, mailbox) for request in requests)
-            running = len(handles)
-            while running:
+            while waiting or running:
+                while waiting and running < self._engine.bound.config.scheduler.max_queued:
+                    handles.append(self._submit(waiting.popleft(), mailbox))
+                    running += 1
                 item = await mailbox.take()
                 if isinstance(item, TokenEvent):
                     yield item
