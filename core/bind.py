@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -165,6 +165,7 @@ def bind(
         vocabulary=facts.vocabulary,
         positions=positions,
     )
+    _check_columns(bound.layers)
     reading.evaluate(model)
     items = [item for registry in plugins.registries for item in registry]
     reading.evaluate_plugins([*plugins.manager.get_plugins(), *items])
@@ -211,6 +212,25 @@ def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: Plug
     attends = isinstance(layout, AttendingLayout) and layout.attends(info, parsed)
     attends = attends or any(part.attends for part in parts)
     return BoundLayer(info=info, layout=layout, options=parsed, reason=reason, parts=parts, attends=attends)
+
+
+def _check_columns(layers: Sequence[BoundLayer]) -> None:
+    """Refuse layouts that read other columns than layers of the same kind: models make one mask for all of them."""
+    seen: dict[tuple[Any, ...], BoundLayer] = {}
+    for layer in (part for each in layers for part in (each.parts or (each,))):
+        first = seen.setdefault((layer.info.kind, layer.info.window, layer.info.keep, layer.info.chunk), layer)
+        if (layer.layout, layer.options) != (first.layout, first.options) and _columns(layer) != _columns(first):
+            reason = (
+                f"a mask is shared with layer {first.info.path}, whose layout {first.layout.name!r} reads other columns"
+            )
+            raise LayoutRefused(layer.layout.name, layer.info.path, reason)
+
+
+def _columns(layer: BoundLayer) -> Hashable:
+    """Return how two empty rows' columns are described."""
+    cache = layer.layout.open(layer.info, layer.options, slots=1, window=1)
+    cache.add(2)
+    return cache.columns([2, 1])
 
 
 def _own(info: LayerInfo, plugins: PluginSet) -> tuple[str, str]:
