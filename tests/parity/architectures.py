@@ -90,11 +90,17 @@ def modules() -> list[str]:
     return sorted(p.stem for p in folder.glob("*.py") if re.search(r"^class Model\b", p.read_text(), re.MULTILINE))
 
 
+def known() -> dict[str, str]:
+    """Return the names in the kit's table by those of the page: its own variants stand under their model type."""
+    table = models.table()
+    own = {name: name for name in table if not name.startswith("tiny-")}
+    return {arguments["model_type"]: name for name, arguments in table.items() if name not in own} | own
+
+
 def made(name: str) -> Any:
     """Build a model of either table."""
-    known = models.table()
-    if name in known:
-        return models.build(name, guard=False, **SMALLER.get(name, {}))
+    if name in known():
+        return models.build(known()[name], guard=False, **SMALLER.get(name, {}))
     return models.build(name, guard=False, **more()[name])
 
 
@@ -166,7 +172,7 @@ def theirs(model: Any, prompts: Sequence[Any], serial: Sequence[models.Serial]) 
 def page(lines: Sequence[Line]) -> str:
     """Return the whole page."""
     kinds = Counter("equal lengths only" if "lengths:" in line.here else line.here.split(":")[0] for line in lines)
-    other = Counter(line.theirs if line.theirs == "equal" else "not equal" for line in lines)
+    other = Counter(line.theirs if line.theirs == "equal" else "not equal" for line in lines if line.theirs)
     summary = f"{len(lines)} built: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}. "
     summary += f"mlx-lm's own batch generator: {', '.join(f'{n} {kind}' for kind, n in other.most_common())}. "
     summary += f"{len(EXCUSED)} are not built, with the reason."
@@ -188,7 +194,7 @@ def main(names: Sequence[str]) -> None:
     """Judge ``names`` here, or all in processes of their own and write the page."""
     mx.set_default_device(mx.cpu)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    every = sorted({*(name for name in models.table() if not name.startswith("tiny-")), *more()}, key=str.lower)
+    every = sorted({*known(), *more()}, key=str.lower)
     lines = []
     for name in names or every:
         lines.append(judge(name) if names else judge_apart(name))

@@ -7,6 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from oarlock.core.engine import Engine
+from oarlock.core.errors import ModelNotBatchable
 from oarlock.core.testing import models
 
 PATH = Path(__file__).parent / "architectures.py"
@@ -23,7 +25,9 @@ def load():
 script = load()
 # By its own line each; `docs/architectures.md` names it.
 APART = {"gemma2"}
-QUICK = {"gemma2", "plamo2", "recurrent_gemma", "longcat_flash_ngram"}
+QUICK = {"gemma2", "plamo2", "longcat_flash_ngram"}
+# Its states tell nothing from zeros, so a row cannot begin beside others.
+REFUSED = {"recurrent_gemma"}
 # MLX divides by zero where columns without width are written at several places at once.
 ENDS_THE_PROCESS = {"minimax_m3_vl"}
 
@@ -35,11 +39,18 @@ def test_every_model_file_is_built_or_excused():
     assert not types & set(script.EXCUSED)
 
 
+def test_the_page_lists_them_all():
+    page = script.PAGE.read_text(encoding="utf-8")
+    missing = [name for name in script.modules() if f"| {name} |" not in page]
+    assert not missing
+    assert "differs**" not in page
+
+
 @pytest.mark.parametrize(
     "name",
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.long)
-        for name in sorted(set(script.more()) - ENDS_THE_PROCESS)
+        for name in sorted(set(script.more()) - REFUSED - ENDS_THE_PROCESS)
     ],
 )
 def test_they_say_what_they_say_alone(name):
@@ -53,3 +64,10 @@ def test_they_say_what_they_say_alone(name):
         _, here = script.ours(model, prompts, serial, chunk)
         assert here.startswith("equal lengths: `" if name in APART else "equal")
         assert name in APART or here == "equal"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_share_forwards_is_refused_with_its_layer(name):
+    with pytest.raises(ModelNotBatchable, match="differ") as caught:
+        Engine(script.made(name))
+    assert caught.value.layer == "0"
