@@ -134,6 +134,7 @@ def masks(batch, heads, width, columns, dtype):
 
 def check_attention(attend, heads, kv_heads, width, bits, sinks, dtype=mx.float32, tolerance=2e-5):
     """Against plain attention over the dequantized arrays, for every mask."""
+    mx.random.seed(0)
     batch, columns, packing = 3, 11, Format(bits=bits, group_size=32)
     keys, values = (mx.random.normal((batch, kv_heads, columns, size)).astype(dtype) for size in (64, 32))
     planes = {**packing.pack("keys", keys), **packing.pack("values", values)}
@@ -171,7 +172,7 @@ def test_attention_equals_plain_attention_over_what_is_stored(heads, kv_heads, w
 def test_16_bit_attention_keeps_its_dtype(dtype):
     """By products with packed planes, as on a GPU, and by unpacking, as on the CPU."""
     for attend in (KeysValues.attend, KeysValues._packed):
-        check_attention(attend, 8, 2, 2, 4, True, dtype, tolerance=8e-2)
+        check_attention(attend, 8, 2, 2, 4, True, dtype, tolerance=1e-1)  # a few units of bfloat16 at 4
 
 
 def without_repeat(handle, queries, scale, mask, sinks):

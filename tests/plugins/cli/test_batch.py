@@ -315,7 +315,9 @@ def test_a_killed_run_resumes_to_the_same_answers(tiny, start, invoke, tmp_path,
 
 def test_ctrl_c_is_code_130_and_costs_no_answer(tiny, start, tmp_path, files):
     """No row that was running becomes an error record, and it says how to go on."""
-    process = start("batch", endless(tmp_path), "-o", files.out, "--model", tiny)
+    process = start(
+        "batch", endless(tmp_path), "-o", files.out, "--model", tiny, "--max-batch", 1
+    )  # one after the other
     wait_for_lines(files.out, process, 1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
