@@ -170,7 +170,7 @@ def test_attention_equals_plain_attention_over_what_is_stored(heads, kv_heads, w
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_16_bit_attention_keeps_its_dtype(dtype):
-    """By products with packed planes, as on a GPU, and by unpacking, as on the CPU."""
+    """By products with packed planes, as on a GPU, and by unpacking, as on the CPU. Scores have 8 bits in bfloat16."""
     for attend in (KeysValues.attend, KeysValues._packed):
         check_attention(attend, 8, 2, 2, 4, True, dtype, tolerance=1e-1)  # a few units of bfloat16 at 4
 
