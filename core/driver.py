@@ -61,6 +61,8 @@ class Driver:
         """Counts what other threads asked for; who sleeps compares it, so no wake-up is lost."""
         self.closed = False
         self.held = False
+        self.published = False
+        """Whether the last preparation advance delivered a token."""
         self.bound = bound
         self.emitter = Emitter(observers, clock)
         self.group = ExecutionGroup(bound, store, self.emitter, store.release)
@@ -110,13 +112,6 @@ class Driver:
     def accepts(self) -> bool:
         """Whether the preparation takes more rows."""
         return self._preparation is not None and self._preparation.accepts
-
-    @property
-    def published(self) -> bool:
-        """Whether the last preparation advance delivered a token."""
-        return self._published
-
-    _published = False
 
     @property
     def queued(self) -> int:
@@ -226,7 +221,7 @@ class Driver:
         """Advance the preparation once and drop it when it is empty."""
         assert self._preparation is not None
         finished = self._preparation.advance()
-        self._published = self._preparation.published
+        self.published = self._preparation.published
         if finished:
             self._preparation = None
 
@@ -281,7 +276,7 @@ class Driver:
         self.group.use_method(row.key.method)
         self._key = row.key
         if self._preparation is None:
-            cohort = PrefillCohort(self.group, self._store, self._clock, self.conclude)
+            cohort = PrefillCohort(self.group, self._store, self.conclude)
             cohort.admit(row)
             self._preparation = cohort
         else:

@@ -55,7 +55,6 @@ class ExecutionGroup:
         self._method_name = ""
         self._samplers = SamplerGroup(bound.samplers, bound.config.scheduler.vectorised_sampling)
         self._advances = 0
-        self._publishing = True
 
     # --- what a method is lent ---------------------------------------------------------------------------
 

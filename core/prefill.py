@@ -43,13 +43,10 @@ class Preparing:
 class PrefillCohort:
     """Rows being prefilled together, and their caches in the same order."""
 
-    def __init__(
-        self, group: ExecutionGroup, store: StateCache, clock: Callable[[], float], conclude: Callable[[Row], None]
-    ) -> None:
+    def __init__(self, group: ExecutionGroup, store: StateCache, conclude: Callable[[Row], None]) -> None:
         self._group = group
         self._bound = group.bound
         self._store = store
-        self._clock = clock
         self._conclude = conclude
         self._recovery: Recovery = group.recovery
         self._settings = group.config.scheduler
