@@ -28,27 +28,38 @@ def line_of(error: BaseException, model: Any) -> str | None:
 
 @contextlib.contextmanager
 def one_position_for_all(model: Any) -> Iterator[list[str]]:
-    """Collect the lines of the model that rotate several rows by one integer position, while the block runs.
+    """Collect the lines of the model that rotate several rows by one integer position, or count on from one.
 
-    mlx offers no hook, so its rotation is wrapped for that time; calls of other threads go through uncounted.
+    mlx offers no hook, so both are wrapped while the block runs; calls of other threads go through uncounted.
     """
-    files, lines, mine, rope = _files(model), [], threading.get_ident(), mx.fast.rope
+    files, lines, mine, rope, arange = _files(model), [], threading.get_ident(), mx.fast.rope, mx.arange
 
-    def watched(x: mx.array, *args: Any, **named: Any) -> mx.array:
-        offset = named.get("offset", 0)
-        if threading.get_ident() == mine and isinstance(offset, int) and offset > 0 and x.shape[0] > 1:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_code.co_filename not in files:
-                frame = frame.f_back
-            if frame is not None:
-                lines.append(_shown(frame.f_code.co_filename, frame.f_lineno))
+    def note(position: Any) -> None:
+        if threading.get_ident() != mine or not isinstance(position, int) or position <= 0:
+            return
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mlx":
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename in files:
+            lines.append(_shown(frame.f_code.co_filename, frame.f_lineno))
+
+    def rotating(x: mx.array, *args: Any, **named: Any) -> mx.array:
+        if x.shape[0] > 1:
+            note(named.get("offset", 0))
         return rope(x, *args, **named)
 
-    setattr(mx.fast, "rope", watched)  # noqa: B010 - its stub says that it never changes
+    def counting(*args: Any, **named: Any) -> mx.array:
+        if len(args) > 1:
+            note(args[0])
+        return arange(*args, **named)
+
+    setattr(mx.fast, "rope", rotating)  # noqa: B010 - its stub says that it never changes
+    setattr(mx, "arange", counting)  # noqa: B010 - likewise
     try:
         yield lines
     finally:
         setattr(mx.fast, "rope", rope)  # noqa: B010 - likewise
+        setattr(mx, "arange", arange)  # noqa: B010 - likewise
 
 
 def _files(model: Any) -> set[str]:

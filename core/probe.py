@@ -141,7 +141,7 @@ def _first_differing(one: Sequence[State], other: Sequence[State]) -> str | None
             twin = theirs.arrays.get(name)
             if (
                 twin is not None
-                and twin.size == array.size
+                and twin.size == array.size > 0
                 and _differs(mx.sort(array.flatten()), mx.sort(twin.flatten()))
             ):
                 return mine.layer

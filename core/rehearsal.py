@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHORT = 3
 _SMALL = 64
-"""Windows and chunks up to this many tokens are run past."""
+"""Windows and chunks up to this many tokens are run past, and so is what chooses among keys that have no values."""
 _STEPS = 2
 _FED = [1, 2, 3]
 """Tokens fed after the prompts, to all rows alike: only their pasts differ."""
@@ -43,7 +43,9 @@ class Trace:
 
 def prompts(bound: BoundModel) -> list[Prompt]:
     """Return a long prompt, past one chunk and one window where these are small, and a short one."""
-    sizes = [size for info in _single(layer.info for layer in bound.layers) for size in (info.window, info.chunk)]
+    infos = list(_single(layer.info for layer in bound.layers))
+    sizes = [size for info in infos for size in (info.window, info.chunk)]
+    sizes += [_SMALL for info in infos if info.key_dim and not info.value_dim]
     small = [size for size in (*sizes, bound.config.scheduler.prefill_chunk) if 0 < size <= _SMALL]
     most = bound.positions - len(_FED) if bound.positions is not None else 2 * _SMALL
     lengths = (max(_SHORT + 2, min(most, max(small, default=2) + _SHORT)), _SHORT)

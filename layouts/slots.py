@@ -64,9 +64,7 @@ class SlotCache:
     @property
     def offset(self) -> int | mx.array:
         """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
-        if self._starts.equal:
-            return (self._starts[0] if self._starts else 0) + self._written
-        return self._starts.array + self._written if self._written else self._starts.array
+        return self._starts.moved(self._written)
 
     def begin(self, widths: Sequence[int], starts: Positions) -> None:
         """Open a forward at ``starts``."""
@@ -205,9 +203,9 @@ class SlotCache:
             rows, _, width, _ = value.shape
             if isinstance(at, int):
                 self.planes[name][:rows, :, at : at + width] = value
-            else:  # the indexed axes come first: (B, N, H, D)
+            elif value.size:  # MLX divides by zero where a scatter's rows have no width
                 row = self._starts.shared(("rows", rows), lambda: mx.arange(rows)[:, None])  # noqa: B023 - called at once
-                self.planes[name][row, :, at] = value.transpose(0, 2, 1, 3)
+                self.planes[name][row, :, at] = value.transpose(0, 2, 1, 3)  # the indexed axes come first: (B, N, H, D)
             self._used_slots = max(self._used_slots, rows)
 
     def _read(self, rows: int, columns: int) -> Planes:
