@@ -64,7 +64,9 @@ class SlotCache:
     @property
     def offset(self) -> int | mx.array:
         """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
-        return self._starts.moved(self._written)
+        if self._starts.equal:
+            return (self._starts[0] if self._starts else 0) + self._written
+        return self._starts.array + self._written if self._written else self._starts.array
 
     def begin(self, widths: Sequence[int], starts: Positions) -> None:
         """Open a forward at ``starts``."""
