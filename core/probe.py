@@ -6,7 +6,7 @@ to run them apart (`core.apart`), and the verdict names the model's line. Any ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -26,6 +26,8 @@ _TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest difference allowed, as a share of the spread: kernels may differ by rows, masks must not."""
 _PACKED = 0.1
 """Share of packed integers that may differ: a value on the edge of two codes falls either way."""
+_COARSE = 2e-1
+"""Largest difference, as a share of the spread, behind such a value: all that follows is as coarse as its storage."""
 
 _log = structlog.get_logger(__name__)
 
@@ -123,36 +125,49 @@ def _honours_lengths(bound: BoundModel, long: Prompt, short: Prompt) -> bool | N
 def _compare(bound: BoundModel, alone: Sequence[Trace], together: Sequence[Trace], who: str) -> None:
     """Raise `errors.ModelNotBatchable` where scores or recurrent states differ, naming the first layer that does."""
     for one, other in zip(alone, together, strict=True):
-        worst = _moved(one.scores, other.scores)
+        worst, allowed = _moved(one.scores, other.scores), _allowed(one.scores)
+        slack = _COARSE / allowed if _fell_either_way(one.states, other.states) else 1.0
         recurrent = [state for state in one.states if state.recurrent]
-        if worst <= 1 and _first_differing(recurrent, [state for state in other.states if state.recurrent]) is None:
+        theirs = [state for state in other.states if state.recurrent]
+        if worst <= slack and _first_differing(recurrent, theirs, slack) is None:
             continue
         layer = _first_differing(one.states, other.states)
-        allowed = _allowed(one.scores)
-        reason = f"scores of {who} differ by {worst * allowed:.2g} of their spread (at most {allowed})"
+        reason = f"scores of {who} differ by {worst * allowed:.2g} of their spread (at most {slack * allowed:g})"
         reason += f"; the first state that differs is that of layer {layer}" if layer else "; no layer's state differs"
         raise ModelNotBatchable(bound.model_type, reason, layer)
 
 
-def _first_differing(one: Sequence[State], other: Sequence[State]) -> str | None:
-    """Return the first layer whose state differs, whatever the order in which its layout keeps the tokens."""
+def _fell_either_way(one: Sequence[State], other: Sequence[State]) -> bool:
+    """Return whether few of the first packed numbers that differ do: then they may, and all that follows from them."""
+    packed = ((mine, theirs) for _, mine, theirs in _twins(one, other) if not mx.issubdtype(mine.dtype, mx.floating))
+    shares = (share for mine, theirs in packed if (share := _share(mine, theirs)))
+    return next(shares, 1.0) <= _PACKED
+
+
+def _first_differing(one: Sequence[State], other: Sequence[State], slack: float = 1.0) -> str | None:
+    """Return the first layer whose state differs."""
+    return next((layer for layer, mine, theirs in _twins(one, other) if _differs(mine, theirs, slack)), None)
+
+
+def _twins(one: Sequence[State], other: Sequence[State]) -> Iterator[tuple[str, mx.array, mx.array]]:
+    """Yield layer and arrays that both have, sorted: layouts may keep the tokens in any order."""
     for mine, theirs in zip(one, other, strict=True):
         for name, array in mine.arrays.items():
             twin = theirs.arrays.get(name)
-            if (
-                twin is not None
-                and twin.size == array.size > 0
-                and _differs(mx.sort(array.flatten()), mx.sort(twin.flatten()))
-            ):
-                return mine.layer
-    return None
+            if twin is not None and twin.size == array.size > 0:
+                yield mine.layer, mx.sort(array.flatten()), mx.sort(twin.flatten())
 
 
-def _differs(one: mx.array, other: mx.array) -> bool:
+def _differs(one: mx.array, other: mx.array, slack: float) -> bool:
     if mx.issubdtype(one.dtype, mx.floating):
-        return not _moved(one, other) <= 1
+        return not _moved(one, other) <= slack
+    return _share(one, other) > _PACKED
+
+
+def _share(one: mx.array, other: mx.array) -> float:
+    """Return the share of integers that differ."""
     share: float = mx.mean((one != other).astype(mx.float32)).item()  # type: ignore[assignment]
-    return share > _PACKED
+    return share
 
 
 def _moved(one: mx.array, other: mx.array) -> float:

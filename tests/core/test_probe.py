@@ -5,7 +5,7 @@ import pytest
 import structlog
 from mlx import nn
 
-from oarlock.core import errors, rehearsal
+from oarlock.core import errors, probe, rehearsal
 from oarlock.core.bind import bind
 from oarlock.core.config import EngineConfig
 from oarlock.core.engine import Engine
@@ -43,6 +43,33 @@ def test_a_layer_that_mishandles_positions_is_named(layer):
     with pytest.raises(errors.ModelNotBatchable, match="differ") as caught:
         bound(model)
     assert (caught.value.layer, caught.value.model_type) == (str(layer), "llama")
+
+
+PACKED = {"layouts": {"full": {"name": "quantized", "bits": 4, "group_size": 32}}}
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_so_it_is_where_the_states_are_packed(layer):
+    """What mishandled positions do to packed numbers is no rounding."""
+    model = models.build("tiny-full", head_dim=32)
+    attention = model.model.layers[layer].self_attn
+    attention.rope = Wrong(attention.rope, first_offset)
+    with pytest.raises(errors.ModelNotBatchable, match="differ") as caught:
+        bound(model, PACKED)
+    assert caught.value.layer == str(layer)
+
+
+def test_numbers_that_fall_to_another_code_are_no_reason_to_refuse(monkeypatch):
+    """A kernel that differs in its last bits for several rows: few codes differ at first, and the scores by more than bits."""
+    model = models.build("tiny-full", head_dim=32)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.k_proj = Wrong(attention.k_proj, lambda k, x: k(x) * (1 + 1e-4 * (x.shape[0] > 1)))
+        attention.v_proj = Wrong(attention.v_proj, lambda v, x: v(x) + 2e-4 * mx.cos(v(x)) * (x.shape[0] > 1))
+    assert bound(model, PACKED).verdict.ragged
+    monkeypatch.setattr(probe, "_COARSE", 1e-3)
+    with pytest.raises(errors.ModelNotBatchable, match="differ"):
+        bound(model, PACKED)
 
 
 def test_what_goes_wrong_behind_the_last_state_is_found_too():
