@@ -17,14 +17,14 @@ Columns: TypeAlias = slice | mx.array
 """Some columns of every row: a slice, an int32 vector ``[S]``, or int32 ``[B, S]`` where rows differ."""
 
 
-class PlainPlanes:
-    """Keys and values stored as they are. Mixed into a `slots.SlotCache`."""
+class NamedPlanes:
+    """What models reach for in a cache: its keys and values, as they are stored. Mixed into a `slots.SlotCache`."""
 
     planes: Planes
 
     @property
     def keys(self) -> mx.array | None:
-        """The keys ``[slots, H, columns, D]``; some models replace them."""
+        """The keys ``[slots, H, columns, D]``; some models replace them by themselves, after something else."""
         return self.planes.get("keys")
 
     @keys.setter
@@ -39,6 +39,10 @@ class PlainPlanes:
     @values.setter
     def values(self, values: mx.array) -> None:
         self.planes["values"] = values
+
+
+class PlainPlanes(NamedPlanes):
+    """Keys and values stored as they are."""
 
     def encode(self, keys: mx.array, values: mx.array) -> Planes:
         """Return both."""

@@ -17,7 +17,7 @@ from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.full import LeftAligned
 from oarlock.layouts.packed import BITS, GROUPS, Format, KeysValues
-from oarlock.layouts.planes import Planes, round_up
+from oarlock.layouts.planes import NamedPlanes, Planes, round_up
 from oarlock.layouts.rings import Ring
 from oarlock.layouts.rotating import RingCache, ring_of, ring_refusal
 from oarlock.layouts.slots import SlotCache
@@ -34,7 +34,7 @@ class QuantizedOptions:
     group_size: int = attrs.field(default=64, validator=attrs.validators.in_(GROUPS))
 
 
-class PackedPlanes(SlotCache):
+class PackedPlanes(NamedPlanes, SlotCache):
     """Keys and values, each packed with its scales and biases. Attention gets a handle, or arrays where it must."""
 
     format: Format
