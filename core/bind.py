@@ -11,7 +11,7 @@ import attrs
 from oarlock.core import layers as reading
 from oarlock.core.attention import Swap
 from oarlock.core.config import EngineConfig, parse_options
-from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer
+from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer, ConvertingLayout
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.contracts.method import GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
@@ -29,7 +29,7 @@ class BoundModel:
     """A composition: fixed for the life of an engine.
 
     ``vocabulary`` is the rows of the embedding (token ids stay below it), ``positions`` the most tokens of a
-    sequence or None, ``verdict`` what the probe found.
+    sequence or None, ``verdict`` what the probe found, ``stops`` the lengths at which a layer's storage changes.
     """
 
     model: Any
@@ -45,6 +45,15 @@ class BoundModel:
     vocabulary: int
     positions: int | None
     verdict: Verdict = attrs.field(factory=Verdict)
+    stops: tuple[int, ...] = attrs.field(init=False)
+
+    @stops.default
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(sorted({stop for layer in self.layers for stop in layer.stops}))
+
+    def longest_append(self, tokens: int, width: int) -> int:
+        """Return ``width``, or less where a row of ``tokens`` comes to a stop before: no forward may go past it."""
+        return min([width, *(stop - tokens for stop in self.stops if stop > tokens)])
 
     @property
     def honours_lengths(self) -> bool:
@@ -96,6 +105,7 @@ class BoundModel:
             for layer in self.layers
         ]
         settings = self.config.scheduler
+        stops = [f"one ends at {stop}" for stop in self.stops]
         lines += [
             {"part": "rows", "kind": "", **self.verdict.explain()},
             {"part": "method", "kind": "", "choice": self.method, "detail": "", "reason": self.method_reason},
@@ -117,7 +127,7 @@ class BoundModel:
                 "part": "prefill",
                 "kind": "",
                 "choice": f"chunks of {settings.prefill_chunk}",
-                "detail": "tail split" if settings.tail_split else "no tail split",
+                "detail": ", ".join(["tail split" if settings.tail_split else "no tail split", *stops]),
                 "reason": "config scheduler",
             },
             {
@@ -157,7 +167,7 @@ def bind(
         identity=identity,
         config=config,
         plugins=plugins,
-        layers=tuple(_bind_layer(info, model, config, plugins) for info in facts.layers),
+        layers=tuple(bind_layer(info, model, config, plugins) for info in facts.layers),
         samplers=specialised_first(plugins.registries.samplers),
         policy=plugins.resolve("policy", config.scheduler.policy),
         method=method,
@@ -188,7 +198,7 @@ def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tupl
     return config.method.name, "config method.name"
 
 
-def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: PluginSet) -> BoundLayer:
+def bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: PluginSet) -> BoundLayer:
     """Choose one layer's layout: the config's for the layer, for its kind, a plugin's answer, the kind's own."""
     choice = config.layouts.for_layer(info.path, info.kind)
     options: Any = {}
@@ -203,7 +213,7 @@ def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: Plug
     if info.kind not in layout.kinds:
         raise LayoutRefused(name, info.path, f"it holds {', '.join(sorted(layout.kinds))}, the layer is {info.kind}")
     parsed = parse_options(layout.options, options, section)
-    parts = tuple(_bind_layer(part, model, config, plugins) for part in info.parts)
+    parts = tuple(bind_layer(part, model, config, plugins) for part in info.parts)
     if parts:
         layout = layout.compose(parts)
     refusal = layout.refuses(info, parsed)
@@ -211,7 +221,17 @@ def _bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: Plug
         raise LayoutRefused(name, info.path, refusal)
     attends = isinstance(layout, AttendingLayout) and layout.attends(info, parsed)
     attends = attends or any(part.attends for part in parts)
-    return BoundLayer(info=info, layout=layout, options=parsed, reason=reason, parts=parts, attends=attends)
+    stops = set(layout.stops(info, parsed)) if isinstance(layout, ConvertingLayout) else set()
+    stops.update(*(part.stops for part in parts))
+    return BoundLayer(
+        info=info,
+        layout=layout,
+        options=parsed,
+        reason=reason,
+        parts=parts,
+        attends=attends,
+        stops=tuple(sorted(stops)),
+    )
 
 
 def _check_columns(layers: Sequence[BoundLayer]) -> None:

@@ -113,7 +113,7 @@ class PrefillCohort:
                 each.chunk = plan(
                     each.row.prompt_tokens,
                     each.position,
-                    each.chunk_size,
+                    self._bound.longest_append(each.position, each.chunk_size),
                     tail_split=self._settings.tail_split,
                     snapshot=each.snapshot,
                 )

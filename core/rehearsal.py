@@ -42,11 +42,11 @@ class Trace:
 
 
 def prompts(bound: BoundModel) -> list[Prompt]:
-    """Return a long prompt, past one chunk and one window where these are small, and a short one."""
+    """Return a long prompt, past one chunk, one window and one stop where these are small, and a short one."""
     infos = list(_single(layer.info for layer in bound.layers))
     sizes = [size for info in infos for size in (info.window, info.chunk)]
     sizes += [_SMALL for info in infos if info.key_dim and not info.value_dim]
-    small = [size for size in (*sizes, bound.config.scheduler.prefill_chunk) if 0 < size <= _SMALL]
+    small = [size for size in (*sizes, bound.config.scheduler.prefill_chunk, *bound.stops) if 0 < size <= _SMALL]
     most = bound.positions - len(_FED) if bound.positions is not None else 2 * _SMALL
     lengths = (max(_SHORT + 2, min(most, max(small, default=2) + _SHORT)), _SHORT)
     return [[(7919 * i + 13 * row + 1) % bound.vocabulary for i in range(n)] for row, n in enumerate(lengths)]
@@ -105,10 +105,13 @@ def _join(caches: Sequence[BatchCache], others: Sequence[BatchCache]) -> None:
 
 
 def _prefill(bound: BoundModel, caches: Sequence[BatchCache], rows: Sequence[Prompt]) -> mx.array:
-    """Forward prompts of one length in the configured chunks; return the last scores ``[rows, V]``."""
-    size = bound.config.scheduler.prefill_chunk
-    chunks = [[list(row[at : at + size]) for row in rows] for at in range(0, len(rows[0]), size)]
-    return [_step(bound, caches, chunk) for chunk in chunks][-1]
+    """Forward prompts of one length, chunk by chunk; return the last scores ``[rows, V]``."""
+    at, scores = 0, mx.zeros(0)
+    while at < len(rows[0]):
+        size = min(bound.longest_append(n, bound.config.scheduler.prefill_chunk) for n in caches[0].tokens)
+        scores = _step(bound, caches, [list(row[at : at + size]) for row in rows])
+        at += size
+    return scores
 
 
 def _decoded(bound: BoundModel, caches: Sequence[BatchCache], first: mx.array) -> list[Trace]:

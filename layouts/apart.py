@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.composition import APART, BoundLayer, Part
 from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo, Positions, RowState
+from oarlock.layouts.parts import Parted, at
 
 OARLOCK_API = 1
 
@@ -25,109 +25,76 @@ class ApartOptions:
     """`apart` has no options; bind chooses it, not the config."""
 
 
-class ApartCache:
+class ApartCache(Parted):
     """One layer's rows in parts. What is done to a row is done in its part; models see the parts only."""
 
     def __init__(self, opened: Callable[[], BatchCache], parts: Sequence[Part] = ()) -> None:
         """``opened`` makes a cache without rows."""
-        self.parts = list(parts)
+        self._parts = list(parts)
         self.rewinds = opened().rewinds
         self._opened = opened
 
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The rows of each length, see `contracts.composition.PartedCache`."""
+        return self._parts
+
     def begin(self, widths: Sequence[int], starts: Positions) -> None:
         """Put rows of one start together, and open a forward in every part."""
-        self.parts = self._regrouped(starts)
-        for part in self.parts:
-            part.cache.begin(_at(widths, part.places), Positions(_at(starts, part.places)))
+        self._parts = self._regrouped(starts)
+        for part in self._parts:
+            part.cache.begin(at(widths, part.places), Positions(at(starts, part.places)))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Close the forward in every part; rows that kept different counts part company at the next `begin`."""
-        for part in self.parts:
-            part.cache.commit(_at(kept, part.places))
-
-    @property
-    def rows(self) -> int:
-        """Rows held."""
-        return sum(len(part.places) for part in self.parts)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens per row."""
-        held = {place: n for part in self.parts for place, n in zip(part.places, part.cache.tokens, strict=True)}
-        return tuple(held[place] for place in range(len(held)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.cache.nbytes for part in self.parts)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that the rows' tokens need."""
-        return sum(part.cache.live_bytes for part in self.parts)
-
-    def compact(self) -> None:
-        """Compact every part."""
-        for part in self.parts:
-            part.cache.compact()
-
-    def arrays(self) -> list[mx.array]:
-        """Return the arrays of all parts."""
-        return [array for part in self.parts for array in part.cache.arrays()]
+        for part in self._parts:
+            part.cache.commit(at(kept, part.places))
 
     def add(self, n: int) -> None:
         """Append empty rows, in a part of their own."""
         cache, first = self._opened(), self.rows
         cache.add(n)
-        self.parts.append(Part(list(range(first, first + n)), cache))
+        self._parts.append(Part(list(range(first, first + n)), cache))
 
     def join(self, other: BatchCache, slots: Sequence[int]) -> None:
         """Append copies of the other's parts."""
         if not isinstance(other, ApartCache):
             msg = f"rows kept apart by length cannot take rows of {type(other).__name__}"
             raise TypeError(msg)
-        if list(slots) != (free := list(range(self.rows, self.rows + other.rows))):
-            msg = f"slots are {list(slots)}; the free ones are {free}"
-            raise ValueError(msg)
-        self.parts += [Part(_at(slots, part.places), self._copy(part.cache)) for part in other.parts]
+        self.check_slots(other, slots)
+        self._parts += [Part(at(slots, part.places), self.copy_of(part.cache)) for part in other.parts]
 
     def take(self, indices: Sequence[int]) -> ApartCache:
         """Return rows as a cache of their own: this very one when it is all of them, else copies."""
         if list(indices) == list(range(self.rows)):
             return self
-        taken = []
-        for part in self.parts:
-            new = [place for place, old in enumerate(indices) if old in part.places]
-            local = [part.places.index(indices[place]) for place in new]
-            if local:
-                whole = local == list(range(len(part.places)))
-                taken.append(Part(new, self._copy(part.cache) if whole else part.cache.take(local)))
-        return ApartCache(self._opened, taken)
+        named = [part for part in self._parts if not set(part.places).isdisjoint(indices)]
+        return ApartCache(self._opened, [self.taken(part, indices) for part in named])
 
     def keep(self, indices: Sequence[int]) -> None:
         """Make old row ``indices[i]`` the new row i."""
         kept = []
-        for part in self.parts:
+        for part in self._parts:
             new = [place for place, old in enumerate(indices) if old in part.places]
             if new:
                 part.cache.keep([part.places.index(indices[place]) for place in new])
                 kept.append(Part(new, part.cache))
-        self.parts = kept
+        self._parts = kept
 
     def extract(self, row: int) -> RowState:
         """Return an owned copy of a row."""
-        part = next(part for part in self.parts if row in part.places)
-        return part.cache.extract(part.places.index(row))
+        part, place = self.part_of(row)
+        return part.cache.extract(place)
 
     def reusable(self, tokens: int) -> int:
         """Return the longest prefix, at most ``tokens``, that every part can reuse."""
-        return min((part.cache.reusable(tokens) for part in self.parts), default=0)
+        return min((part.cache.reusable(tokens) for part in self._parts), default=0)
 
     def columns(self, widths: Sequence[int]) -> Hashable:
         """Describe the columns of every part."""
-        return tuple((tuple(part.places), part.cache.columns(_at(widths, part.places))) for part in self.parts)
+        return tuple((tuple(part.places), part.cache.columns(at(widths, part.places))) for part in self._parts)
 
-    def _copy(self, cache: BatchCache) -> BatchCache:
+    def copy_of(self, cache: BatchCache) -> BatchCache:
         """Return a cache of the same rows that nobody else holds."""
         copy = self._opened()
         copy.join(cache, range(cache.rows))
@@ -136,19 +103,15 @@ class ApartCache:
     def _regrouped(self, starts: Positions) -> list[Part]:
         """Return the parts with one start each, split and joined where they are not; nothing is copied otherwise."""
         together: dict[int, Part] = {}
-        for part in self.parts:
-            for start in dict.fromkeys(_at(starts, part.places)):
+        for part in self._parts:
+            for start in dict.fromkeys(at(starts, part.places)):
                 local = [i for i, place in enumerate(part.places) if starts[place] == start]
-                one = Part(_at(part.places, local), part.cache.take(local))
+                one = Part(at(part.places, local), part.cache.take(local))
                 first = together.setdefault(start, one)
                 if first is not one:
                     first.cache.join(one.cache, range(len(first.places), len(first.places) + len(one.places)))
                     first.places += one.places
         return list(together.values())
-
-
-def _at(values: Sequence[int], places: Sequence[int]) -> list[int]:
-    return [values[place] for place in places]
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ Packing runs along the head, so rows and columns move as they do in any other st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import attrs
@@ -54,13 +54,23 @@ class PackedPlanes(NamedPlanes, SlotCache):
         """Return a dispatched copy of a row's planes."""
         raise NotImplementedError
 
+    def packing(self, rows: SlotCache) -> SlotCache:
+        """Return the rows of a plain cache packed as they lie: every token stays in its column."""
+        part = self.sibling(rows.rows)
+        part._set_tokens(rows.tokens)
+        columns = max(map(rows._held, range(rows.rows)), default=0)
+        if rows.planes and columns:
+            part.planes = self.encode(**rows._read(rows.rows, columns))
+            part._used_slots = rows.rows
+        return part
+
+    def meta(self) -> dict[str, str]:
+        """Return what restores a cache like this one."""
+        return {**self.format.meta(), "attends": str(int(self.attends))}
+
     def extract(self, row: int) -> RowState:
         """Return a dispatched copy of a row, packed as it is."""
-        meta = {**self.format.meta(), "attends": str(int(self.attends)), **self._meta()}
-        return RowState(layout=NAME, tokens=self._tokens[row], arrays=self.row_planes(row), meta=meta)
-
-    def _meta(self) -> dict[str, str]:
-        return {}
+        return RowState(layout=NAME, tokens=self._tokens[row], arrays=self.row_planes(row), meta=self.meta())
 
 
 class QuantizedCache(LeftAligned, PackedPlanes):
@@ -96,8 +106,17 @@ class QuantizedRing(RingCache, PackedPlanes):
         """Return a cache like this one, without rows."""
         return QuantizedRing(slots, self.ring.pick([]), self.format, attends=self.attends)
 
-    def _meta(self) -> dict[str, str]:
-        return {"window": str(self.ring.window), "keep": str(self.ring.keep)}
+    def packing(self, rows: SlotCache) -> SlotCache:
+        """Return the rows of a plain ring of the same slack packed as they lie."""
+        part = super().packing(rows)
+        assert isinstance(part, QuantizedRing)
+        assert isinstance(rows, RingCache)
+        part.ring = rows.ring
+        return part
+
+    def meta(self) -> dict[str, str]:
+        """Return what restores a cache like this one."""
+        return {**super().meta(), "window": str(self.ring.window), "keep": str(self.ring.keep)}
 
 
 @attrs.frozen
@@ -123,7 +142,9 @@ class QuantizedLayout:
         """Return whether attention takes handles: elsewhere planes are dequantized when they are read."""
         return layer.attendable
 
-    def open(self, layer: LayerInfo, options: QuantizedOptions, *, slots: int, window: int) -> SlotCache:
+    def open(
+        self, layer: LayerInfo, options: QuantizedOptions, *, slots: int, window: int
+    ) -> QuantizedCache | QuantizedRing:
         """Return a cache without rows; a ring has room to roll back ``window`` tokens."""
         format_ = Format(bits=options.bits, group_size=options.group_size)
         if layer.kind == "rotating":
@@ -141,16 +162,17 @@ class QuantizedLayout:
 
     def restore(self, state: RowState) -> SlotCache:
         """Return a one-row cache that copies the state's arrays when it is written to, and never writes them."""
-        meta = state.meta()
-        format_, attends = Format.from_meta(meta), meta["attends"] == "1"
-        cache: QuantizedCache | QuantizedRing
-        if "window" in meta:
-            ring = Ring(window=int(meta["window"]), keep=int(meta["keep"]))
-            cache = QuantizedRing(1, ring, format_, attends=attends)
-        else:
-            cache = QuantizedCache(1, format_, attends=attends)
+        cache = packed_of(state.meta())
         cache.adopt(state.arrays(), state.tokens)
         return cache
+
+
+def packed_of(meta: Mapping[str, str]) -> QuantizedCache | QuantizedRing:
+    """Return a cache without rows like the one whose `PackedPlanes.meta` this is."""
+    format_, attends = Format.from_meta(meta), meta["attends"] == "1"
+    if "window" not in meta:
+        return QuantizedCache(1, format_, attends=attends)
+    return QuantizedRing(1, Ring(window=int(meta["window"]), keep=int(meta["keep"])), format_, attends=attends)
 
 
 @hookimpl

@@ -50,6 +50,10 @@ class Ring:
         """How many positions a query sees beside the sinks, its own included."""
         return self.window - self.keep
 
+    def is_block(self, width: int) -> bool:
+        """Return whether a forward is too wide to be written in place."""
+        return width > self.slack + 1
+
     def add(self, n: int) -> Ring:
         """Return the ring with ``n`` more rows, empty."""
         return attrs.evolve(self, phases=(*self.phases, *([self.keep] * n)))

@@ -42,13 +42,13 @@ class RingCache(SlotCache):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the mask of the coming forward; models ask before the append."""
-        make = self.ring.block_mask if self.ring.slack + 1 < N else self.ring.mask
+        make = self.ring.block_mask if self.ring.is_block(N) else self.ring.mask
         return make(self._starts, N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append ``[B, H, N, D]`` at each row's own position and return the columns that `make_mask` spoke of."""
         width, new = keys.shape[2], self.encode(keys, values)
-        if width > self.ring.slack + 1:
+        if self.ring.is_block(width):
             self._block = self._behind_history(new)
         else:
             self._reserve_columns(self.ring.extent(self._starts, width), new)

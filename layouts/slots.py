@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from oarlock.core.contracts.layout import BatchCache, Positions
+from oarlock.core.contracts.layout import BatchCache, Positions, RowState
 from oarlock.layouts.planes import Planes, copied, grown, round_up
 
 
@@ -51,6 +51,18 @@ class SlotCache:
         """Return a cache like this one, without rows."""
         raise NotImplementedError
 
+    def extract(self, row: int) -> RowState:
+        """Return a dispatched copy of a row."""
+        raise NotImplementedError
+
+    def reusable(self, tokens: int) -> int:
+        """Return the longest prefix, at most ``tokens``, that every row can be cut to."""
+        raise NotImplementedError
+
+    def columns(self, widths: Sequence[int]) -> Hashable:
+        """Describe the columns that a forward of ``widths`` reads."""
+        raise NotImplementedError
+
     def _held(self, row: int) -> int:
         """Return how many of the first columns row ``row`` fills."""
         raise NotImplementedError
@@ -64,9 +76,7 @@ class SlotCache:
     @property
     def offset(self) -> int | mx.array:
         """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
-        if self._starts.equal:
-            return (self._starts[0] if self._starts else 0) + self._written
-        return self._starts.array + self._written if self._written else self._starts.array
+        return self._starts.moved(self._written)
 
     def begin(self, widths: Sequence[int], starts: Positions) -> None:
         """Open a forward at ``starts``."""

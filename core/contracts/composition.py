@@ -17,7 +17,7 @@ APART = "apart"
 class BoundLayer:
     """One layer and the layout that holds it, with the reason of the choice; likewise for each part of a composite.
 
-    ``attends``: the layer's caches hand out `KeyValues`, see `AttendingLayout`.
+    ``attends``: the layer's caches hand out `KeyValues`, see `AttendingLayout`. ``stops``: see `ConvertingLayout`.
     """
 
     info: LayerInfo
@@ -26,6 +26,7 @@ class BoundLayer:
     reason: str
     parts: tuple[BoundLayer, ...] = ()
     attends: bool = False
+    stops: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -37,6 +38,19 @@ class AttendingLayout(Protocol):
 
     def attends(self, layer: LayerInfo, options: Any) -> bool:
         """Return whether caches of this layer do. Called once per layer at bind."""
+        ...
+
+
+@runtime_checkable
+class ConvertingLayout(Protocol):
+    """What a layout has besides, whose caches store a row in another way from some length on.
+
+    The core ends a forward of several tokens wherever a row reaches such a length, so that what is stored does not
+    depend on chunks. Whoever does not gets a cache that is right all the same, with other numbers in it.
+    """
+
+    def stops(self, layer: LayerInfo, options: Any) -> Sequence[int]:
+        """Return the lengths, in tokens, at which a row's storage changes. Called once per layer at bind."""
         ...
 
 

@@ -87,6 +87,12 @@ class Positions(tuple[int, ...]):
 
         return self.shared(("columns", width), make)
 
+    def moved(self, written: int) -> int | mx.array:
+        """Return where rows stand ``written`` tokens on: one integer where all agree, else int32 ``[B]``."""
+        if self.equal:
+            return self.longest + written
+        return self.array + written if written else self.array
+
     def after(self, kept: Sequence[int]) -> Positions:
         """Return where rows stand that keep ``kept`` more tokens."""
         return Positions(start + n for start, n in zip(self, kept, strict=True))
