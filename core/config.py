@@ -269,4 +269,4 @@ def parse_options(options: type[T], given: Mapping[str, Any], section: str) -> T
     try:
         return options(**given)
     except (TypeError, ValueError) as error:
-        raise InvalidConfigValue(section, dict(given), str(error)) from error
+        raise InvalidConfigValue(section, dict(given), str(error.args[0] if error.args else error)) from error

@@ -36,6 +36,14 @@ class ChunkedCache(PlainPlanes, SlotCache):
 
     # --- what models see ------------------------------------------------------------------------------
 
+    def compact(self) -> None:
+        """Cut the planes, and drop the blocks before those of the rows' last tokens."""
+        self._shift(self._needed())
+        if self.planes:
+            more = max(0, self._room(max(map(self._held, range(self.rows)), default=0) or 1) - self._first.shape[2])
+            self.planes = {name: grown(plane, 2, more) for name, plane in self.planes.items()}
+        super().compact()
+
     def maybe_trim_front(self) -> None:
         """Drop the blocks that no row's next token is in. Models call it as a forward begins."""
         first = min(self._starts, default=0) // self.chunk * self.chunk
@@ -70,7 +78,7 @@ class ChunkedCache(PlainPlanes, SlotCache):
     def join(self, other: BatchCache, slots: Sequence[int]) -> None:
         """Copy the rows of ``other`` into the next slots, all in the columns of the earlier start."""
         if isinstance(other, ChunkedCache) and other.rows:
-            first = min(self.start_position, other.start_position) if self.rows else other.start_position
+            first = min(self._needed(), other._needed()) if self.rows else other._needed()
             self._shift(first)
             if other.start_position != first:
                 other = other._copy(range(other.rows))
@@ -105,6 +113,10 @@ class ChunkedCache(PlainPlanes, SlotCache):
         part = super()._copy(indices)
         assert isinstance(part, ChunkedCache)
         return part
+
+    def _needed(self) -> int:
+        """Return where the earliest block begins in which a row's last token is."""
+        return max(self.start_position, max(0, min(self._tokens, default=0) - 1) // self.chunk * self.chunk)
 
     def _held(self, row: int) -> int:
         return self._tokens[row] - self.start_position

@@ -1,0 +1,112 @@
+"""Which layers a layout is tried on: every kind that it holds, with and without attention that takes handles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from oarlock.core.bind import bind_layer
+from oarlock.core.config import EngineConfig
+from oarlock.core.contracts.composition import APART, BoundLayer
+from oarlock.core.contracts.layout import CacheLayout, LayerInfo
+from oarlock.core.errors import LayoutRefused
+from oarlock.core.testing.layouts.rows import Layers
+from oarlock.core.testing.layouts.toys import WINDOW, describe, toy
+from oarlock.core.testing.subjects import installed_with, name_of, resolved
+
+DEPTH = 2
+"""Layers of one case: what they share must serve both."""
+SINKS = 3
+APART_KINDS = ("full", "recurrent")
+"""What a layout that keeps rows apart is put around."""
+
+_VARIANTS: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]] = {
+    "full": (("", {"attendable": True}), ("-plain", {}), ("-half", {"attendable": True, "dtype": mx.float16})),
+    "rotating": (("", {"attendable": True}), ("-plain", {}), ("-sinks", {"keep": SINKS, "attendable": True})),
+}
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """Layers of one kind, as `layers` binds them; ``large``: with a window of hundreds of tokens."""
+
+    name: str
+    kind: str
+    changes: Mapping[str, Any]
+    subject: Subject
+
+    def layers(self, *, large: bool = False, **changes: Any) -> Layers:
+        """Bind two layers anew, so that nothing is left of earlier ones. ``changes`` over what the case has."""
+        wide = {"window": 500} if large and self.kind == "rotating" else {}
+        infos = [describe(self.kind, index, **{**self.changes, **wide, **changes}) for index in range(DEPTH)]
+        bound = [self.subject.bind(info) for info in infos]
+        toys = [toy(info, levels=self.subject.levels) for info in infos]
+        return Layers(bound, toys, self.subject.tolerance)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the caches are what one attention asks: no parts, and as mlx-lm has them."""
+        return self.kind in ("full", "rotating") and APART not in self.subject.resolved().kinds
+
+    @property
+    def window(self) -> int:
+        """A number of tokens past which something wraps, where anything does."""
+        return WINDOW
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """The layout under test, an object or a registered name, with its options, among the installed plugins."""
+
+    layout: Any
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    tolerance: float = 0.0
+    levels: bool = True
+    parts: Sequence[str] = ("recurrent", "full")
+
+    @property
+    def name(self) -> str:
+        """The name under which it is registered."""
+        return name_of(self.layout)
+
+    def resolved(self) -> CacheLayout:
+        """Return the layout itself."""
+        found: CacheLayout = resolved("layout", self.layout)
+        return found
+
+    def bind(self, info: LayerInfo) -> BoundLayer:
+        """Bind a layer as an engine does. Raises `errors.LayoutRefused`, or what options out of range raise."""
+        plugins = installed_with("layout", self.layout)
+        layout = self.resolved()
+        if APART in layout.kinds:
+            inner = bind_layer(info, None, EngineConfig(), plugins)
+            return attrs.evolve(inner, layout=layout.compose([inner]))  # type: ignore[attr-defined]
+        chosen = {info.kind: {"name": self.name, **self.options}}
+        return bind_layer(info, None, EngineConfig.load({"layouts": chosen}), plugins)
+
+    def cases(self) -> list[Case]:
+        """Return the cases that the layout does not refuse. Raises the refusal where it refuses all of a kind."""
+        found: list[Case] = []
+        for kind in sorted(self.resolved().kinds):
+            named = [(f"{kind}-{inner}", inner) for inner in APART_KINDS] if kind == APART else [(kind, kind)]
+            for name, each in named:
+                found += self._of_kind(name, each)
+        return found
+
+    def _of_kind(self, name: str, kind: str) -> list[Case]:
+        variants = _VARIANTS.get(kind, (("", {"parts": self.parts} if kind == "composite" else {}),))
+        cases = [Case(name + suffix, kind, changes, self) for suffix, changes in variants]
+        held, refusal = [], None
+        for case in cases:
+            try:
+                case.layers()
+            except LayoutRefused as error:
+                refusal = error
+            else:
+                held.append(case)
+        if not held and refusal is not None:
+            raise refusal
+        return held

@@ -1,0 +1,162 @@
+"""Clauses on rows: they join, leave, move and are copied, and never see what another row left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from oarlock.core.testing.layouts.cases import Case
+from oarlock.core.testing.layouts.forwards import DRAFT
+from oarlock.core.testing.layouts.rows import Rows
+from oarlock.core.testing.layouts.toys import KV_HEADS
+
+ORDERS: Sequence[Sequence[int]] = (
+    [0, 1, 2, 3, 4],
+    [],
+    [4],
+    [4, 3, 2, 1, 0],
+    [1, 2, 3, 4],
+    [0, 4, 2],
+    [2, 0, 1],
+    [3, 1],
+    [1, 0, 4, 3],
+)
+
+
+class Membership:
+    """Part of `LayoutContract`."""
+
+    @pytest.mark.parametrize("first", [(), (0, 0, 0), (4, 12)])
+    @pytest.mark.parametrize("second", [(0,), (0, 0, 0), (3, 15), (300,)])
+    def test_rows_join(self, case: Case, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+        """Empty rows, filled ones and long ones, either way round; then a padded window and steps."""
+        rows = case.layers().open()
+        rows.enter(*first)
+        rows.enter(*second, pieces=2)
+        rows.check()
+        rows.step([1 + i % 3 for i in range(rows.count)])
+        for _ in range(3):
+            rows.step([1] * rows.count)
+
+    def test_rows_join_together(self, case: Case) -> None:
+        """Several at once, from caches in which they stood side by side; each goes on at its own place."""
+        rows, others = case.layers().open(slots=2), None
+        rows.enter(20)
+        others = rows.layers.open()
+        others.fresh = rows.fresh
+        others.enter(5, 0, 17)
+        others.step([2, 1, 3])
+        rows.fresh = others.fresh
+        rows.join(others)
+        for _ in range(case.window + 2):
+            rows.step([1] * rows.count)
+
+    def test_what_joined_was_borrowed(self, case: Case) -> None:
+        """Both go on, and neither sees the other's tokens."""
+        rows = case.layers().open()
+        rows.enter(4)
+        others = rows.layers.open()
+        others.fresh = rows.fresh
+        others.enter(3, 5)
+        rows.join(others)
+        for _ in range(3):
+            rows.step([1, 1, 1])
+            others.step([2, 2])
+        rows.check()
+        others.check()
+
+    def test_a_join_that_cannot_be_changes_nothing(self, case: Case) -> None:
+        """Slots that are taken or leave a hole, a stranger, another geometry: ValueError or TypeError, and all goes on."""
+        rows = case.layers().open()
+        rows.enter(4, 2)
+        other = rows.layers.open()
+        other.enter(3)
+        for slots in ([0], [3], [2, 3], []):
+            self._refused(rows, other.caches[0], slots)
+        self._refused(rows, object(), [2])
+        if case.attends:
+            strange = case.layers(kv_heads=2 * KV_HEADS).open()
+            strange.enter(3)
+            self._refused(rows, strange.caches[0], [2])
+        rows.enter(1)
+        rows.step([1, 1, 1])
+
+    @staticmethod
+    def _refused(rows: Rows, other: Any, slots: list[int]) -> None:
+        with pytest.raises((ValueError, TypeError)):
+            rows.caches[0].join(other, slots)
+        rows.log.append(f"a join into {slots} was refused")
+        rows.check()
+
+    @pytest.mark.parametrize("indices", ORDERS, ids=lambda indices: "".join(map(str, indices)) or "none")
+    def test_rows_are_kept_in_any_order(self, case: Case, indices: list[int]) -> None:
+        """Whatever order is asked for; they go on, and others join."""
+        rows = case.layers().open(window=DRAFT)
+        rows.enter(12, 3, 9, 1, 0)
+        rows.step([1] * 5)
+        rows.keep(indices)
+        rows.check()
+        if indices:
+            rows.step([1] * len(indices))
+            rows.step([3] * len(indices), [3 * (i % 2) for i in range(len(indices))])
+        rows.enter(2)
+        for _ in range(case.window):
+            rows.step([1] * rows.count)
+
+    def test_rows_leave_before_their_first_token(self, case: Case) -> None:
+        """Filtered right after they were made, then prefilled."""
+        rows = case.layers().open()
+        rows.add(3)
+        rows.keep([2, 0])
+        rows.step([3, 5])
+        rows.keep([1])
+        rows.add(1)
+        rows.keep([1, 0])
+        rows.step([2, 2])
+        rows.check()
+
+    def test_all_rows_taken_in_order_are_the_same_cache(self, case: Case) -> None:
+        """Adopting is an assignment."""
+        rows = case.layers().open()
+        rows.enter(4, 2)
+        rows.require(all(cache.take([0, 1]) is cache for cache in rows.caches), "take([0, 1]) of two rows is a copy")
+
+    @pytest.mark.parametrize("indices", [[1], [1, 0], [2, 0], [3], [], [0, 1, 2]], ids=str)
+    def test_taken_rows_are_caches_of_their_own(self, case: Case, indices: list[int]) -> None:
+        """Both sides go on, each with its own tokens."""
+        rows = case.layers().open()
+        rows.enter(14, 2, 9, 0)
+        rows.step([1] * 4)
+        part = rows.take(indices)
+        part.check()
+        for _ in range(case.window):
+            if indices:
+                part.step([2] * len(indices))
+            rows.step([1] * 4)
+        part.check()
+
+    @pytest.mark.parametrize("broken", [0, 1, 2])
+    def test_what_a_broken_row_left_is_never_seen(self, case: Case, broken: int) -> None:
+        """A row of NaN is rejected: neither those that stay, nor those that move or join into its place, mind it."""
+        rows = case.layers().open(slots=4)
+        rows.enter(20, 3, 9)
+        rows.poison(broken)
+        rows.keep([row for row in (2, 1, 0) if row != broken])
+        rows.check()
+        rows.enter(2)
+        rows.add(1)
+        rows.step([1, 1, 1, 2])
+        for _ in range(2 * case.window):
+            rows.step([1] * 4)
+
+    def test_the_last_row_may_have_been_the_broken_one(self, case: Case) -> None:
+        """Nobody is left; who comes next starts clean."""
+        rows = case.layers().open(slots=2)
+        rows.enter(20)
+        rows.poison(0)
+        rows.keep([])
+        rows.enter(3, 1)
+        rows.step([2, 1])
+        rows.step([1, 1])

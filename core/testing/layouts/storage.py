@@ -1,0 +1,220 @@
+"""Clauses on what is stored: rows are copied out and come back, bytes are counted, given back and not copied."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from oarlock.core.contracts.layout import RowState
+from oarlock.core.testing.layouts.cases import Case
+from oarlock.core.testing.layouts.rows import Rows, through_file
+from oarlock.core.testing.layouts.toys import Attention
+
+LENGTHS = (0, 1, 5, 17, 255, 256, 257)
+LONG = 400
+SMALL = 1 << 16
+"""Bytes below which nobody calls it a copy of the cache."""
+
+
+class Storage:
+    """Part of `LayoutContract`."""
+
+    def test_a_stored_row_is_owned(self, case: Case) -> None:
+        """Its bytes stay as they are while its batch decodes, grows, gains and loses rows, and is gone."""
+        rows = case.layers().open()
+        rows.enter(5, 14)
+        stored = [state for row in range(2) for state in rows.states(row)]
+        before = [_bytes(state) for state in stored]
+        for step in range(2 * case.window):
+            rows.step([1] * rows.count)
+            if step % 5 == 1:
+                rows.enter(step * 20)
+            if step % 5 == 3:
+                rows.keep([rows.count - 1, *range(1, rows.count - 1)])
+        rows.keep([])
+        rows.compact()
+        rows.require([_bytes(state) for state in stored] == before, "a stored row's bytes changed")
+
+    def test_a_stored_row_says_what_it_is(self, case: Case) -> None:
+        """The name it is restored by, its tokens, and texts beside the arrays; of a row's own bytes and no more."""
+        rows = case.layers().open()
+        rows.enter(5, 40, 0)
+        for row, tokens in enumerate(rows.lengths):
+            for bound, state in zip(rows.layers.bound, rows.states(row), strict=True):
+                rows.require((state.layout, state.tokens) == (bound.layout.name, tokens), f"it says {state}")
+                rows.require(
+                    all(isinstance(text, str) for text in state.meta().values()), "meta() has other than texts"
+                )
+                most = bound.layout.bytes_at(bound.info, bound.options, max(tokens, 256))
+                rows.require(state.nbytes <= most, f"a row of {tokens} tokens is stored in {state.nbytes} bytes")
+
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_a_restored_row_goes_on(self, case: Case, length: int) -> None:
+        """Twice at once, each its own way, in company too; the state stays what it was."""
+        rows = case.layers().open()
+        rows.enter(length, 3)
+        rows.step([1, 1])
+        pieces, states = list(rows.pieces[0]), rows.states(0)
+        before = [_bytes(state) for state in states]
+        first, second = rows.restored(states, pieces), rows.restored(states, pieces)
+        for width in (3, *[1] * (case.window + 1)):
+            first.step([width])
+            second.step([1])
+        rows.join(rows.restored(states, pieces))
+        for _ in range(3):
+            rows.step([1, 1, 1])
+        rows.require([_bytes(state) for state in states] == before, "a restored state's bytes changed")
+
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_a_stored_row_survives_a_file(self, case: Case, length: int, tmp_path: Path) -> None:
+        """Arrays and texts are all there is: what safetensors keep is enough, once the caches are gone."""
+        rows = case.layers().open()
+        rows.enter(length, 3)
+        rows.step([1, 2])
+        pieces, states = list(rows.pieces[0]), rows.states(0)
+        back = rows.restored([through_file(state, tmp_path) for state in states], pieces)
+        back.step([2])
+        rows.join(back)
+        for _ in range(case.window):
+            rows.step([1, 1, 1])
+
+    def test_what_can_be_reused_is_a_prefix(self, case: Case) -> None:
+        """At most what is asked for and held, no longer for less, all of it for all; the same asked again."""
+        rows = case.layers().open()
+        rows.enter(30)
+        for cache in rows.caches:
+            found = [cache.reusable(tokens) for tokens in range(40)]
+            within = all(0 <= n <= min(tokens, 30) for tokens, n in enumerate(found))
+            rows.require(within, f"reusable(0..39) of 30 tokens are {found}")
+            rows.require(found == sorted(found) and set(found[30:]) == {30}, f"reusable(0..39) are {found}")
+            rows.require(all(cache.reusable(n) == n for n in found), f"reusable(0..39) are {found}")
+
+    @pytest.mark.parametrize("length", [1, 7, 9, 255, 256, 257, 600])
+    def test_bytes_are_what_was_said(self, case: Case, length: int) -> None:
+        """`bytes_at` is what a lone row's arrays come to; what tokens need is no more, and grows with them."""
+        rows = case.layers().open()
+        rows.enter(length)
+        for cache in rows.caches:
+            arrays = sum(int(array.nbytes) for array in cache.arrays())
+            rows.require(cache.nbytes == arrays, f"nbytes is {cache.nbytes}, its arrays have {arrays}")
+            rows.require(0 < cache.live_bytes <= cache.nbytes, f"live_bytes is {cache.live_bytes} of {cache.nbytes}")
+        rows.compact()
+        for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
+            said = bound.layout.bytes_at(bound.info, bound.options, length)
+            rows.require(cache.nbytes == said, f"bytes_at({length}) is {said}, a lone row has {cache.nbytes}")
+
+    def test_what_is_not_needed_is_given_back(self, case: Case) -> None:
+        """Compacted, few short rows have no more than they had alone; without rows nothing is left."""
+        rows = case.layers().open(slots=4)
+        rows.enter(600, 3, 7, 5)
+        rows.keep([1, 2])
+        rows.step([1, 1])
+        rows.compact()
+        for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
+            most = 2 * bound.layout.bytes_at(bound.info, bound.options, 9)
+            rows.require(cache.nbytes <= most, f"two rows of 4 and 8 tokens have {cache.nbytes} bytes, not {most}")
+            rows.require(cache.live_bytes <= cache.nbytes, "more bytes are live than there are")
+        for _ in range(3):
+            rows.step([1, 1])
+        rows.enter(700, 2)
+        rows.step([1] * 4)
+        rows.keep([])
+        rows.compact()
+        for cache in rows.caches:
+            rows.require((cache.nbytes, cache.live_bytes, cache.arrays()) == (0, 0, []), "bytes are left without rows")
+        rows.enter(4)
+        rows.step([1])
+
+    def test_everything_is_released(self, case: Case) -> None:
+        """When the caches and what was stored of them are gone, so are their bytes."""
+
+        def live() -> None:
+            rows = case.layers().open(slots=2)
+            rows.enter(300, 20, 5)
+            states = rows.states(0)
+            rows.join(rows.restored(states, list(rows.pieces[0])))
+            rows.keep([3, 1])
+            rows.step([1, 1])
+
+        live()
+        before = _active()
+        live()
+        left = _active() - before
+        assert left <= SMALL, f"{left} bytes are left of caches that are gone"
+
+    @pytest.mark.parametrize("change", ["step", "join", "leave", "cut", "undo"])
+    def test_no_change_copies_all_rows(self, case: Case, change: str) -> None:
+        """A step writes, a join adds, a leave moves, a rollback forgets: none takes memory like that of the whole."""
+        rows = case.layers(large=True).open(slots=8, window=5)
+        for _ in range(6):
+            _enter_unchecked(rows, LONG)
+        _forward_unchecked(rows, [1] * 6)
+        joiner = rows.layers.open(window=5)
+        _enter_unchecked(joiner, LONG + 1)
+        rows.evaluate()
+        joiner.evaluate()
+        work: dict[str, Callable[[], None]] = {
+            "step": lambda: _append(rows, 1, [1] * 6),
+            "join": lambda: rows.join(joiner),
+            "leave": lambda: rows.keep([0, 5, 2, 3, 4]),
+            "cut": lambda: _append(rows, 5, [5, 0] * 3),
+            "undo": lambda: _append(rows, 5, [0] * 6),
+        }
+        whole = sum(cache.nbytes for cache in rows.caches)
+        peak = _peak(rows, work[change])
+        rows.require(peak <= max(whole // 2, SMALL), f"{change} took {peak} bytes beside the {whole} of all rows")
+
+
+def _bytes(state: RowState) -> dict[str, bytes]:
+    return {name: np.array(array.view(mx.uint8)).tobytes() for name, array in state.arrays().items()}
+
+
+def _enter_unchecked(rows: Rows, length: int) -> None:
+    alone = rows.layers.open(window=rows.window)
+    alone.add(1)
+    while alone.lengths[0] < length:
+        _forward_unchecked(alone, [rows.layers.longest(alone.lengths[0], length - alone.lengths[0])])
+    rows.join(alone)
+
+
+def _forward_unchecked(rows: Rows, widths: list[int]) -> None:
+    new = [rows.new(width) for width in widths]
+    rows.forward(new)
+    rows.commit(widths)
+    for pieces, fresh in zip(rows.pieces, new, strict=True):
+        pieces.append(tuple(fresh))
+
+
+def _append(rows: Rows, width: int, kept: list[int]) -> None:
+    """Write a window; attention does not read it where it need not, since reading may copy."""
+    new = [rows.new(width) for _ in kept]
+    if all(isinstance(toy, Attention) for toy in rows.layers.toys) and not hasattr(rows.caches[0], "parts"):
+        rows.begin([width] * rows.count)
+        for toy, cache in zip(rows.layers.toys, rows.caches, strict=True):
+            toy.mask(cache, width)
+            toy.append(cache, np.array(new))  # type: ignore[attr-defined]
+    else:
+        rows.forward(new)
+    rows.commit([n if rows.cuts or n == width else 0 for n in kept])
+
+
+def _active() -> int:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def _peak(rows: Rows, work: Callable[[], None]) -> int:
+    """Return the bytes that ``work`` needs beside what is there."""
+    before = _active()
+    mx.reset_peak_memory()
+    work()
+    rows.evaluate()
+    mx.synchronize()
+    return max(0, int(mx.get_peak_memory()) - before)

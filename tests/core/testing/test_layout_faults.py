@@ -1,0 +1,279 @@
+"""The kit against layouts with one fault each: the clause that speaks of it must break, and say after what."""
+
+import attrs
+import mlx.core as mx
+import pytest
+
+from oarlock.core.contracts.layout import RowState
+from oarlock.core.testing.layouts import LayoutContract, violations
+from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.quantized import QuantizedLayout
+from oarlock.layouts.recurrent import RecurrentCache, RecurrentLayout
+from oarlock.layouts.rings import Ring
+from oarlock.layouts.rotating import RotatingCache, RotatingLayout
+
+# --- full --------------------------------------------------------------------------------------------------
+
+
+class SeesPadding(FullCache):
+    """Every row's mask is the longest row's."""
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        if self._starts.equal:
+            return super().make_mask(N, return_array, window_size)
+        columns = mx.arange(self._starts.longest + N)
+        return columns[-N:, None] >= columns
+
+
+class DropsAColumn(FullCache):
+    """Copies one token too few."""
+
+    def _copy(self, indices):
+        part = super()._copy(indices)
+        for plane in part.planes.values():
+            plane[:, :, max(0, max(map(self._held, indices), default=0) - 1) :] = 0
+        return part
+
+
+class MissesACommit(FullCache):
+    """Keeps a whole window whenever some of it is kept."""
+
+    def commit(self, kept):
+        super().commit([self._written if n else 0 for n in kept])
+
+
+class HandsOutItself(FullCache):
+    """A stored row is the live buffers."""
+
+    def extract(self, row):
+        return RowState(layout="planted", tokens=self.tokens[row], arrays=dict(self.planes))
+
+
+class ClearsNothing(FullCache):
+    """What a slot held before stays there."""
+
+    def _clear(self, slots, column):
+        pass
+
+
+class KeepsSorted(FullCache):
+    """Believes that rows leave in order."""
+
+    def keep(self, indices):
+        super().keep(sorted(indices))
+
+
+class ForgetsTheLast(FullCache):
+    """Of several joiners the last is a copy of the one before."""
+
+    def join(self, other, slots):
+        super().join(other, slots)
+        if other.rows > 1 and self.planes:
+            for plane in self.planes.values():
+                plane[self.rows - 1] = plane[self.rows - 2]
+
+
+class JoinsAnywhere(FullCache):
+    """Asks nobody which slots are free."""
+
+    def join(self, other, slots):
+        super().join(other, range(self.rows, self.rows + other.rows))
+
+
+class OnePosition(FullCache):
+    """The longest row's position is everybody's."""
+
+    @property
+    def offset(self):
+        return self._starts.longest + self._written
+
+
+class GivesNothingBack(FullCache):
+    """Is never compacted."""
+
+    def compact(self):
+        pass
+
+
+class CopiesItAll(FullCache):
+    """Makes a new buffer for every append."""
+
+    def update_and_fetch(self, keys, values):
+        fetched = super().update_and_fetch(keys, values)
+        self.planes = {name: mx.concatenate([plane[:1], plane[1:]]) for name, plane in self.planes.items()}
+        return fetched
+
+
+class TakesCopies(FullCache):
+    """Never by reference."""
+
+    def take(self, indices):
+        return self._copy(indices)
+
+
+class ReusesTooMuch(FullCache):
+    """Promises what is not there."""
+
+    def reusable(self, tokens):
+        return tokens
+
+
+class Cached:
+    """Makes layouts whose caches are of one type."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __call__(self):
+        @attrs.frozen
+        class Planted(FullLayout):
+            name: str = "planted"
+            cache_type: type = self.cache
+
+            def open(self, layer, options, *, slots, window):
+                return self.cache_type(slots)
+
+            def restore(self, state):
+                made = self.cache_type(1)
+                made.adopt(state.arrays(), state.tokens)
+                return made
+
+        return Planted()
+
+
+class CountsOneLess(FullLayout):
+    """Says less than it takes."""
+
+    def bytes_at(self, layer, options, tokens):
+        return super().bytes_at(layer, options, max(1, tokens - 1))
+
+
+class Holds(FullLayout):
+    """Never lets go of what it opened."""
+
+    opened: list = []  # noqa: RUF012 - the fault
+
+    def open(self, layer, options, *, slots, window):
+        cache = super().open(layer, options, slots=slots, window=window)
+        self.opened.append(cache)
+        return cache
+
+
+# --- the other storages ------------------------------------------------------------------------------------
+
+
+class OffByOne(RotatingLayout):
+    """A window too wide by one, once it has wrapped."""
+
+    def open(self, layer, options, *, slots, window):
+        return RotatingCache(slots, Ring(window=layer.window + 1, keep=layer.keep, slack=window - 1))
+
+
+class KeepsTheRejected(RotatingCache):
+    """Once it has wrapped, a row keeps its whole draft."""
+
+    def commit(self, kept):
+        wrapped = [n > self.ring.window for n in self._starts]
+        super().commit([self._written if n and past else n for n, past in zip(kept, wrapped, strict=True)])
+
+
+class Wrapped(RotatingLayout):
+    """Opens those."""
+
+    def open(self, layer, options, *, slots, window):
+        return KeepsTheRejected(slots, Ring(window=layer.window, keep=layer.keep, slack=window - 1))
+
+
+class PadsTheState(RecurrentCache):
+    """Never says which tokens are real."""
+
+    def begin(self, widths, starts):
+        super().begin(widths, starts)
+        self.lengths = None
+
+
+class PutsNothingBack(RecurrentCache):
+    """An aborted forward stays."""
+
+    def commit(self, kept):
+        self._before = list(self.cache)
+        super().commit(kept)
+
+
+class Recurrent:
+    """Makes recurrent layouts whose caches are of one type."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __call__(self):
+        class Planted(RecurrentLayout):
+            def open(planted, layer, options, *, slots, window):  # noqa: N805
+                return self.cache(layer.slots)
+
+        return Planted()
+
+
+class RoundsTwice(QuantizedLayout):
+    """Stores other codes than it was given options for."""
+
+    def open(self, layer, options, *, slots, window):
+        return super().open(layer, attrs.evolve(options, bits=2), slots=slots, window=window)
+
+
+PLANTED = [
+    (Cached(SeesPadding), "test_rows_of_different_lengths"),
+    (Cached(DropsAColumn), "test_a_stored_row_survives"),
+    (Cached(MissesACommit), "test_a_window_is_cut"),
+    (Cached(HandsOutItself), "test_a_stored_row_is_owned"),
+    (Cached(ClearsNothing), "test_what_a_broken_row_left"),
+    (Cached(KeepsSorted), "test_rows_are_kept"),
+    (Cached(ForgetsTheLast), "test_rows_join_together"),
+    (Cached(JoinsAnywhere), "test_a_join_that_cannot_be"),
+    (Cached(OnePosition), "test_positions_are"),
+    (Cached(GivesNothingBack), "test_what_is_not_needed"),
+    (Cached(CopiesItAll), "test_no_change_copies"),
+    (Cached(TakesCopies), "test_all_rows_taken"),
+    (Cached(ReusesTooMuch), "test_what_can_be_reused"),
+    (CountsOneLess, "test_bytes_are"),
+    (Holds, "test_everything_is_released"),
+    (OffByOne, "test_a_lone_row"),
+    (Wrapped, "test_a_window_is_cut"),
+    (Recurrent(PadsTheState), "test_rows_of_different_lengths"),
+    (Recurrent(PutsNothingBack), "test_a_forward_is_undone"),
+]
+
+
+@pytest.mark.parametrize(("make", "clause"), PLANTED, ids=lambda value: _named(value))
+def test_the_clause_on_a_fault_breaks(make, clause):
+    class Planted(LayoutContract):
+        layout = make()
+
+    name, error = next(violations(Planted, clause), (None, None))
+    assert name is not None, f"{clause} passed"
+    assert str(error)
+
+
+def _named(value):
+    return value if isinstance(value, str) else getattr(getattr(value, "cache", value), "__name__", "")
+
+
+@pytest.mark.parametrize("cache", [SeesPadding, MissesACommit, ClearsNothing, KeepsSorted])
+def test_random_lives_find_it_too_and_show_the_shortest(cache):
+    """What is left of a life is a few operations, each as one could type it."""
+
+    class Planted(LayoutContract):
+        layout = Cached(cache)()
+
+    _, error = next(violations(Planted, "test_any_order"))
+    assert "; after open(" in str(error)
+    assert str(error).count("(") < 30, error
+
+
+def test_other_codes_show_beside_the_tolerance():
+    class Planted(LayoutContract):
+        layout = RoundsTwice(name="planted")
+        levels = False
+        tolerance = 0.02
+
+    assert next(violations(Planted, "test_a_lone_row"), None)
