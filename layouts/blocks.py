@@ -73,8 +73,7 @@ class Share:
         ids = self.ids
         known = self._first
         if known is None or known[0] is not self._held[0]:
-            side_by_side = ids.size > 0 and (ids.size == 1 or bool((np.diff(ids) == 1).all()))
-            known = self._first = (self._held[0], int(ids[0]) if side_by_side else None)
+            known = self._first = (self._held[0], first_of(ids))
         return known[1]
 
     @property
@@ -88,6 +87,12 @@ class Share:
     def again(self, *, grows: bool = True) -> Share:
         """Return another owner of the same blocks."""
         return Share(self._blocks, self.ids, grows=grows)
+
+
+def first_of(ids: Ids) -> int | None:
+    """Return the first of blocks that lie side by side in order, else None; None without blocks."""
+    side_by_side = ids.size > 0 and (ids.size == 1 or bool((np.diff(ids) == 1).all()))
+    return int(ids[0]) if side_by_side else None
 
 
 def follow(arrangement: Arrangement, ids: Ids) -> tuple[Arrangement, Ids]:

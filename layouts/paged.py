@@ -15,7 +15,8 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.blocks import Blocks, Share
-from oarlock.layouts.pages import Library, PagedOptions, PagedState, Pages, Pair, RowReads, attends
+from oarlock.layouts.pages import Library, PagedOptions, PagedState, Pages, Pair, attends
+from oarlock.layouts.reads import RowReads
 from oarlock.layouts.tables import Plan, Table, continued
 
 OARLOCK_API = 1

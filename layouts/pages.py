@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -139,17 +138,23 @@ class Pages:
         mx.async_eval(*copies)
         return copies
 
-    def row(self, share: Share, tokens: int, ids: mx.array | None = None) -> Pair:
+    def row(self, share: Share, tokens: int) -> Pair:
         """Return one row ``[1, H, tokens, D]``: a view where its blocks lie side by side, else a copy."""
         self.follow()
+        first = share.first
+        return self.run(first, tokens) if first is not None else self.apart(mx.array(share.ids), tokens)
+
+    def run(self, first: int, tokens: int) -> Pair:
+        """Return ``tokens`` from block ``first`` on ``[1, H, tokens, D]``, without a copy."""
         assert self.keys is not None
         assert self.values is not None
-        first, size = share.first, self.blocks.size
-        if first is not None:
-            at = (slice(None), slice(None), slice(first * size, first * size + tokens))
-            return self.keys[at], self.values[at]
-        if ids is None:
-            ids = mx.array(share.ids)
+        at = slice(first * self.blocks.size, first * self.blocks.size + tokens)
+        return self.keys[:, :, at], self.values[:, :, at]
+
+    def apart(self, ids: mx.array, tokens: int) -> Pair:
+        """Return the first ``tokens`` of blocks ``ids`` ``[1, H, tokens, D]``, copied."""
+        assert self.keys is not None
+        assert self.values is not None
         return self._gather(self.keys, ids)[:, :, :tokens], self._gather(self.values, ids)[:, :, :tokens]
 
     def view(self, plan: Plan, first: int, step: int) -> Pair:
@@ -176,10 +181,12 @@ class Pages:
         )
 
     def _gather(self, plane: mx.array, ids: mx.array) -> mx.array:
-        """Return blocks ``ids`` of a plane, side by side."""
+        """Return blocks ``ids`` of a plane, side by side: one copy, since a row of the flat plane is a block."""
         _, heads, columns, width = plane.shape
-        blocks = plane.reshape(1, heads, columns // self.blocks.size, self.blocks.size * width)
-        return mx.take(blocks, ids, axis=2).reshape(1, heads, ids.size * self.blocks.size, width)
+        blocks = columns // self.blocks.size
+        at = (mx.arange(heads, dtype=mx.int32)[:, None] * blocks + ids).reshape(-1)
+        flat = plane.reshape(heads * blocks, self.blocks.size * width)
+        return mx.take(flat, at, axis=0).reshape(1, heads, ids.size * self.blocks.size, width)
 
     def _make(self, keys: mx.array, values: mx.array) -> None:
         """Make the planes, or check that what comes is of their geometry."""
@@ -247,50 +254,7 @@ class Library:
         return blocks
 
 
-class RowReads:
-    """What `paged` returns as keys and as values: attention row by row over each row's own blocks.
-
-    It stands for ``[B, H, S, D]``, rows aligned left. No padding is read, and a row sees exactly the columns that it
-    would see alone.
-    """
-
-    def __init__(self, pages: Pages, plan: Plan, plane: mx.array) -> None:
-        self.shape = (len(plan.rows), plane.shape[1], plan.starts.longest + plan.width, plane.shape[3])
-        self.dtype = plane.dtype
-        self._pages, self._plan = pages, plan
-
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """Attention of ``queries`` [B, heads, N, D]; columns beyond a row's own are never looked at."""
-        plan, out = self._plan, []
-        assert self._pages.values is not None
-        plain = mask is None or isinstance(mask, str)
-        if mask is plan.mask and mask is not None:
-            plain, mask = True, "causal"
-        for row, q in enumerate(mx.split(queries, len(plan.rows)) if len(plan.rows) > 1 else [queries]):
-            width = plan.widths[row]
-            if not width:
-                out.append(mx.zeros((*q.shape[:3], self._pages.values.shape[3]), q.dtype))
-                continue
-            share, tokens = plan.rows[row], plan.starts[row] + width
-            keys, values = self._pages.row(share, tokens, None if share.first is not None else plan.row(row))
-            own = (mask if width > 1 else None) if plain else _own(mask, row, width, tokens)
-            seen = mx.fast.scaled_dot_product_attention(
-                q if width == plan.width else q[:, :, :width], keys, values, scale=scale, mask=own, sinks=sinks
-            )
-            if width < plan.width:
-                seen = mx.pad(seen, [(0, 0), (0, 0), (0, plan.width - width), (0, 0)])
-            out.append(seen)
-        return mx.concatenate(out) if len(out) > 1 else out[0]
-
-
 def _by_row(plane: mx.array, rows: int) -> mx.array:
     """Return ``[H, rows * n, D]`` as ``[rows, H, n, D]``, without a copy."""
     heads, columns, width = plane.shape
     return plane.reshape(heads, rows, columns // rows, width).transpose(1, 0, 2, 3)
-
-
-def _own(mask: mx.array, row: int, width: int, tokens: int) -> mx.array:
-    """Return the part of a mask, broadcastable to [B, heads, N, S], that is one row's."""
-    if mask.ndim == 4 and mask.shape[0] > 1:
-        mask = mask[row : row + 1]
-    return mask[..., :width, :tokens] if mask.shape[-2] > 1 else mask[..., :tokens]

@@ -6,7 +6,7 @@ nothing undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from oarlock.core.contracts.layout import Positions
-from oarlock.layouts.blocks import Arrangement, Blocks, Ids, Share
+from oarlock.layouts.blocks import Arrangement, Blocks, Ids, Share, first_of
 from oarlock.layouts.masks import causal
 
 NONE = np.zeros(0, np.int32)
@@ -75,6 +75,19 @@ def continued(blocks: Blocks, stored: Share, tokens: int) -> Table:
     return Table((Share(blocks, ids),), (tokens,))
 
 
+@attrs.frozen
+class Prefix:
+    """A beginning that rows have in common, side by side: ``blocks`` from ``first`` on.
+
+    ``rests``: per row, the first of the blocks behind it where those lie side by side, else None.
+    """
+
+    rows: tuple[int, ...]
+    first: int
+    blocks: int
+    rests: dict[int, int | None]
+
+
 class Plan:
     """One forward: the blocks that each row has in it, and where its tokens go, on every layer alike."""
 
@@ -90,11 +103,11 @@ class Plan:
         self.opened: list[int] = []
         """Rows whose last block is new: what it held before is still there."""
         self.rows = self._grown()
-        blocks.note(sum(share.ids.size for share in self.rows if share.first is None))
         self.mask: mx.array | None = None
         self._masked, self._serial = -1, ""
         self._arrangement: Arrangement | None = None
         self._arrays: dict[str, Any] = {}
+        blocks.note(self._apart())
 
     def _grown(self) -> tuple[Share, ...]:
         blocks, size = self.blocks, self.blocks.size
@@ -177,9 +190,13 @@ class Plan:
 
         return self._once("grid", make)  # type: ignore[no-any-return]
 
-    def row(self, row: int) -> mx.array:
-        """Return the blocks of one row."""
-        return self._once(f"row {row}", lambda: mx.array(self.rows[row].ids))  # type: ignore[no-any-return]
+    def row(self, row: int, skipped: int = 0) -> mx.array:
+        """Return the blocks of one row, from block ``skipped`` on."""
+        return self._once(f"row {row}", lambda: mx.array(self.rows[row].ids[skipped:]))  # type: ignore[no-any-return]
+
+    def prefixes(self) -> list[Prefix]:
+        """Return what rows with tokens in this forward have in common with others. Nobody writes there: it is full."""
+        return self._once("prefixes", lambda: list(self._prefixes()))  # type: ignore[no-any-return]
 
     def spacing(self) -> tuple[int, int] | None:
         """Return (first, step) where rows of one length lie at equal distances, each side by side: no copy to read."""
@@ -195,6 +212,14 @@ class Plan:
             self.mask, self._serial = (made, "") if isinstance(made, mx.array) else (None, made or "")
         return self.mask if self.mask is not None else self._serial or None
 
+    def _apart(self) -> int:
+        """Return how many blocks are gathered to be read: of rows not side by side, without what is read for several."""
+        apart = {row: share.ids.size for row, share in enumerate(self.rows) if share.first is None}
+        for prefix in self.prefixes() if apart else ():
+            for row, rest in prefix.rests.items():
+                apart[row] = self.rows[row].ids.size - prefix.blocks if rest is None else 0
+        return sum(apart.values())
+
     def _slots(self) -> Ids:
         size = self.blocks.size
         if self.width == 1 and not self.padded:
@@ -207,6 +232,20 @@ class Plan:
         for share, start, width in zip(self.rows, self.starts, self.widths, strict=True):
             columns.append(columns_of(share.ids, start, start + width, size))
         return np.concatenate(columns)
+
+    def _prefixes(self) -> Iterator[Prefix]:
+        alike: dict[int, list[int]] = {}
+        for row, (share, start) in enumerate(zip(self.rows, self.starts, strict=True)):
+            if self.widths[row] and start >= self.blocks.size:
+                alike.setdefault(int(share.ids[0]), []).append(row)
+        for first, rows in alike.items():
+            most = min(self.starts[row] for row in rows) // self.blocks.size
+            lines = np.stack([self.rows[row].ids[:most] for row in rows])
+            parted = np.flatnonzero((lines != first + np.arange(most)).any(axis=0))
+            if len(rows) > 1:
+                common = int(parted[0]) if parted.size else most
+                rests = {row: first_of(self.rows[row].ids[common:]) for row in rows}
+                yield Prefix(tuple(rows), first, common, rests)
 
     def _spacing(self) -> tuple[int, int] | None:
         if self.padded or not self.starts.equal:
