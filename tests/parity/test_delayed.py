@@ -120,6 +120,7 @@ def test_tokens_are_those_of_mlx_lms_quantized_kv_start(arrival, name, bits):
     check(arrival, name, bits, theirs=True)
 
 
+@pytest.mark.fault("B-01")
 @pytest.mark.parametrize("name", CHANGES)
 def test_tokens_equal_the_serial_run(arrival, name):
     """Full, rotating, recurrent and composite layers, sinks, shared keys, arrays in place of handles."""
@@ -149,6 +150,7 @@ def packs_nothing(cache, rows):
     pass
 
 
+@pytest.mark.fault("B-01", twin=True)
 @pytest.mark.parametrize("broken", [packs_all, packs_nothing])
 def test_a_cache_that_packs_others_or_none_is_found(arrival, broken, monkeypatch):
     """The twins; the probe is off, which would refuse the first."""
@@ -208,6 +210,7 @@ def test_layers_with_other_stops_share_masks(arrival, name):
         assert generated(arrival, name, settings, requests(), every)[0] == wanted
 
 
+@pytest.mark.fault("G-05")
 def test_what_cannot_be_packed_is_refused_at_bind():
     with pytest.raises(LayoutRefused, match="key size 16"):
         Engine(models.build("tiny-ring"), config={"layouts": {"rotating": "delayed"}})

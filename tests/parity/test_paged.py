@@ -45,6 +45,7 @@ def test_no_geometry_changes_a_token(arrival, agreement, shape, reads):
     comparison.check()
 
 
+@pytest.mark.fault("B-01")
 @pytest.mark.parametrize("reads", ["auto", "gather"])
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipelined", "direct"])
 def test_no_schedule_changes_a_token(zoo, arrival, agreement, pipeline, reads):
