@@ -59,23 +59,28 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Block:
-    """One side's part of a round. ``host``: seconds of computing in the driving thread, which a busy machine spares."""
+    """One side's part of a round. ``host``: seconds of computing in the driving thread, which a busy machine spares.
+
+    ``cpu``: of computing in all threads of the process, those included that wait for work in a loop.
+    """
 
     seconds: float
     host: float
     steps: int
     tokens: int
+    cpu: float = 0.0
 
 
 class Stopwatch:
-    """Seconds on the clock and of this thread's own computing since it was made."""
+    """Seconds on the clock, and of computing in this thread and in the process, since it was made."""
 
     def __init__(self) -> None:
-        self._clock, self._thread = time.perf_counter(), time.thread_time()
+        self._clock, self._thread, self._process = time.perf_counter(), time.thread_time(), time.process_time()
 
     def block(self, steps: int, tokens: int) -> Block:
         """Stop, and return what was measured."""
-        return Block(time.perf_counter() - self._clock, time.thread_time() - self._thread, steps, tokens)
+        clock, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
+        return Block(clock - self._clock, thread - self._thread, steps, tokens, process - self._process)
 
 
 class Side(Protocol):

@@ -6,19 +6,17 @@ had to give the same tokens did not.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import arrivals
 import decode
+import layouts
 import membership
 import models
-from pairs import MIN_PAIRS, Report, UnequalTokens, machine
+import program
+from pairs import MIN_PAIRS, Report
 
 from oarlock.core.contracts.loader import LoadedModel
 
@@ -52,45 +50,20 @@ def run_arrivals(rounds: int) -> Iterator[Report]:
     yield arrivals.measure(smollm2(), max(MIN_PAIRS, rounds - 2))
 
 
+def run_layouts(rounds: int) -> Iterator[Report]:
+    for workload in layouts.WORKLOADS.values():
+        yield from workload(rounds)
+
+
 WORKLOADS: dict[str, Callable[[int], Iterator[Report]]] = {
     "host": run_host,
     "decode": run_decode,
     "membership": run_membership,
     "arrivals": run_arrivals,
 }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare oarlock with its limit and with mlx-lm.")
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}; default: all")
-    parser.add_argument("--rounds", type=int, default=7, help=f"pairs per ratio, at least {MIN_PAIRS}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    arguments = parser.parse_args()
-    if unknown := [name for name in arguments.workloads if name not in WORKLOADS]:
-        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    if arguments.rounds < MIN_PAIRS:
-        parser.error(f"--rounds is {arguments.rounds}; a ratio takes at least {MIN_PAIRS} pairs")
-    facts, reports, failures, start = machine(), [], [], time.perf_counter()
-    if not arguments.json:
-        print("  ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
-    for name in arguments.workloads or WORKLOADS:
-        print(f"{time.perf_counter() - start:5.0f} s  {name} ...", file=sys.stderr, flush=True)
-        try:
-            for report in WORKLOADS[name](arguments.rounds):
-                reports.append(report)
-                if not arguments.json:
-                    print(f"\n{report}", flush=True)
-        except UnequalTokens as error:
-            failures.append(f"{name}: {error}")
-    facts |= {"seconds": round(time.perf_counter() - start), "load at the end": round(os.getloadavg()[0], 1)}
-    if arguments.json:
-        print(json.dumps({"machine": facts, "reports": [r.plain() for r in reports], "errors": failures}, indent=2))
-    else:
-        print(f"\n{facts['seconds']} s; load {facts['load']} at the start, {facts['load at the end']} at the end")
-    for failure in failures:
-        print(f"error: tokens differ in {failure}", file=sys.stderr)
-    return 1 if failures else 0
+ON_REQUEST = {"layouts": run_layouts}
+"""As long as all others together."""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.main("Compare oarlock with its limit and with mlx-lm.", {**WORKLOADS, **ON_REQUEST}, [*WORKLOADS]))

@@ -16,6 +16,7 @@ from pairs import Block, Stopwatch
 
 from oarlock.core import Request, SamplingParams
 from oarlock.core.bind import BoundModel
+from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.engine import Engine
 from oarlock.core.forward import forward, settle
 
@@ -69,19 +70,53 @@ def _collector(row: list[int]) -> Callable[[Any], None]:
     return take
 
 
-class BareLoop:
-    """The limit: forward, argmax, read, on the same caches; no request, no sampling parameter, nobody who may leave.
+class Loop:
+    """Forward, argmax, read, over rows that are there; no request, no sampling parameter, nobody who may leave.
 
-    Pipelined as the engine is: the next step is dispatched before the previous one is read.
+    Pipelined as the engine is: the next step is dispatched before the previous one is read. ``first``: the tokens to
+    begin with, ``[B]``.
     """
 
-    name = "bare loop"
+    def __init__(self, name: str, bound: BoundModel, caches: Sequence[BatchCache], first: mx.array) -> None:
+        self.name = name
+        self._bound, self._caches, self._register = bound, caches, first
+        self._widths = [1] * first.shape[0]
+        self.rows: list[list[int]] = [[] for _ in self._widths]
+
+    def build(self) -> mx.array:
+        """Build one step, without evaluating it; return the tokens that it will choose, ``[B]``."""
+        ids, widths = self._register[:, None], self._widths  # (B, 1)
+        logits = forward(self._bound, self._caches, ids, widths)  # (B, 1, V)
+        settle(self._bound, self._caches, ids, widths, widths)
+        self._register = mx.argmax(logits[:, -1], axis=-1)
+        return self._register
+
+    def block(self, steps: int) -> Block:
+        """Do ``steps`` steps."""
+        watch = Stopwatch()
+        for _ in range(steps):
+            previous = self._register
+            mx.async_eval(self.build())
+            for row, token in zip(self.rows, previous.tolist(), strict=True):
+                row.append(token)
+        mx.synchronize()
+        return watch.block(steps, steps * len(self.rows))
+
+    def arrays(self) -> list[mx.array]:
+        """Return what the caches hold."""
+        return [array for cache in self._caches for array in cache.arrays()]
+
+    def close(self) -> None:
+        """Drop the caches."""
+        self._caches = []
+
+
+class BareLoop(Loop):
+    """The limit: the same model on the same caches as an engine's, and nothing around them."""
 
     def __init__(self, bound: BoundModel, prompts: Prompts) -> None:
-        self._bound = bound
-        self._widths = [1] * len(prompts)
-        self.rows: list[list[int]] = [[] for _ in prompts]
-        first = []
+        first: list[mx.array] = []
+        rows: list[BatchCache] = []
         for place, prompt in enumerate(prompts):
             caches = bound.open_caches(slots=len(prompts) if not place else 1, window=1)
             for cache in caches:
@@ -91,30 +126,11 @@ class BareLoop:
             settle(bound, caches, ids, widths, widths)
             mx.eval(first[-1], *(array for cache in caches for array in cache.arrays()))
             if not place:
-                self._caches = caches
+                rows = caches
                 continue
-            for cache, other in zip(self._caches, caches, strict=True):
+            for cache, other in zip(rows, caches, strict=True):
                 cache.join(other, [place])
-        self._register = mx.concatenate(first)  # (B,)
-
-    def block(self, steps: int) -> Block:
-        """Do ``steps`` steps."""
-        watch = Stopwatch()
-        for _ in range(steps):
-            previous, widths = self._register, self._widths
-            ids = previous[:, None]  # (B, 1)
-            logits = forward(self._bound, self._caches, ids, widths)  # (B, 1, V)
-            settle(self._bound, self._caches, ids, widths, widths)
-            self._register = mx.argmax(logits[:, -1], axis=-1)
-            mx.async_eval(self._register)
-            for row, token in zip(self.rows, previous.tolist(), strict=True):
-                row.append(token)
-        mx.synchronize()
-        return watch.block(steps, steps * len(self.rows))
-
-    def close(self) -> None:
-        """Drop the caches."""
-        self._caches = []
+        super().__init__("bare loop", bound, rows, mx.concatenate(first))
 
 
 class MlxLm:
