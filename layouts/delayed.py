@@ -19,6 +19,7 @@ from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowS
 from oarlock.layouts.full import FullCache, FullLayout
 from oarlock.layouts.mixed import Share, SharedKeysValues, Shares
 from oarlock.layouts.parts import Parted, at, drop
+from oarlock.layouts.planes import NamedPlanes, Planes
 from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout, QuantizedOptions, QuantizedRing, packed_of
 from oarlock.layouts.rotating import RotatingCache, RotatingLayout
 from oarlock.layouts.slots import SlotCache
@@ -48,7 +49,7 @@ class DelayedOptions(QuantizedOptions):
         return max(1, self.start)
 
 
-class DelayedCache(Parted):
+class DelayedCache(NamedPlanes, Parted):
     """Rows in a plain cache and in a packed one. While either has none, models see the other as it is."""
 
     rewinds = True
@@ -67,14 +68,18 @@ class DelayedCache(Parted):
     # --- what models see ------------------------------------------------------------------------------
 
     @property
+    def planes(self) -> Planes:  # type: ignore[override]
+        """The planes of one cache that has rows: models tie to them what must be computed with the layer."""
+        return (self._whole or self.packed).planes
+
+    @property
     def offset(self) -> int | mx.array:
         """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
         return self._starts.moved(self._written) if self._whole is None else self._whole.offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Return the mask of the coming forward: that of one cache with all rows. Models ask before the append."""
-        cache = self._whole or self._outline(self._starts)
-        return cache.make_mask(N, return_array, window_size)
+        return (self._whole or self._outline(self._starts)).make_mask(N, return_array, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append ``[B, H, N, D]``, each row where it is stored, and return the columns that `make_mask` spoke of."""
@@ -91,10 +96,8 @@ class DelayedCache(Parted):
         if self._whole is not None:
             return self._whole.keys_and_values()
         each = [Share(self._indices(part.places), *cache.keys_and_values()) for part, cache in self._both]
-        behind = [place for part in self._parts for place in part.places]
-        order = self._indices(sorted(range(len(behind)), key=behind.__getitem__))
         right = isinstance(self.plain, RotatingCache) and self.plain.ring.is_block(self._written)
-        shares = Shares(each, order, right)
+        shares = Shares(each, self._indices(self._order()), right)
         return SharedKeysValues.pair(shares) if self.packed.attends else shares.stacked()
 
     # --- one forward ------------------------------------------------------------------------------------
@@ -104,14 +107,14 @@ class DelayedCache(Parted):
         if len(widths) != self.rows or len(starts) != self.rows:
             msg = f"begin got {len(widths)} widths and {len(starts)} starts for {self.rows} rows"
             raise ValueError(msg)
-        places = self._parts[0].places
-        self._pack([i for i, place in enumerate(places) if widths[place] and starts[place] >= self.stop])
+        early = enumerate(self._parts[0].places)
+        self._pack([row for row, place in early if widths[place] and starts[place] >= self.stop])
         if self._whole is not None:
             self._whole.begin(widths, starts)
             return
         self._starts, self._written = starts, 0
         for part, cache in self._both:
-            cache.begin(at(widths, part.places), self._own(starts, part.places))
+            cache.begin(at(widths, part.places), starts.pick(part.places))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Close the forward in both caches. A row that went past its stop in one forward is packed at once."""
@@ -158,8 +161,7 @@ class DelayedCache(Parted):
         """Make old row ``indices[i]`` the new row i. Blocks once where rows move, and the fewest do."""
         if self._whole is not None:
             self._whole.keep(indices)
-            part = next(part for part in self._parts if part.cache is self._whole)
-            part.places = list(range(len(indices)))
+            self._parts[self._whole is self.packed].places = list(range(len(indices)))
         else:
             new = {old: place for place, old in enumerate(indices)}
             for part in self._parts:
@@ -170,7 +172,7 @@ class DelayedCache(Parted):
     def extract(self, row: int) -> RowState:
         """Return a dispatched copy of a row, as it is stored."""
         part, place = self.part_of(row)
-        cache = self.plain if part.cache is self.plain else self.packed
+        cache = self.packed if part is self._parts[1] else self.plain
         meta = {**self.packed.meta(), "stop": str(self.stop), "packed": str(int(cache is self.packed))}
         return RowState(layout=NAME, tokens=cache.tokens[place], arrays=cache.row_planes(place), meta=meta)
 
@@ -230,15 +232,14 @@ class DelayedCache(Parted):
             assert isinstance(self.plain, RotatingCache)
             assert isinstance(self.packed, QuantizedRing)
             phases = [*self.plain.ring.phases, *self.packed.ring.phases]
-            places = [place for part in self._parts for place in part.places]
-            in_order = tuple(phase for _, phase in sorted(zip(places, phases, strict=True)))
-            rows.ring = attrs.evolve(rows.ring, phases=in_order)
+            rows.ring = attrs.evolve(rows.ring, phases=tuple(phases[row] for row in self._order()))
         rows.begin([0] * len(starts), starts)
         return rows
 
-    def _own(self, starts: Positions, places: Sequence[int]) -> Positions:
-        """Return where some rows stand: one object for all layers."""
-        return starts.shared(("own", *places), lambda: Positions(at(starts, places)))
+    def _order(self) -> list[int]:
+        """Return where each row stands when the packed ones are put behind the plain ones."""
+        places = [place for part in self._parts for place in part.places]
+        return sorted(range(len(places)), key=places.__getitem__)
 
     def _indices(self, places: Sequence[int]) -> mx.array:
         return self._starts.shared(("indices", *places), lambda: mx.array(list(places), dtype=mx.int32))

@@ -93,6 +93,10 @@ class Positions(tuple[int, ...]):
             return self.longest + written
         return self.array + written if written else self.array
 
+    def pick(self, rows: Sequence[int]) -> Positions:
+        """Return where some rows stand: one object, whichever layer asks for it."""
+        return self.shared(("pick", *rows), lambda: Positions(self[row] for row in rows))
+
     def after(self, kept: Sequence[int]) -> Positions:
         """Return where rows stand that keep ``kept`` more tokens."""
         return Positions(start + n for start, n in zip(self, kept, strict=True))

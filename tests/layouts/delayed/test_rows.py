@@ -112,6 +112,18 @@ def test_a_ring_that_moves_when_it_is_packed_is_found(mirror, delayed_kind, ring
         )
 
 
+@pytest.mark.parametrize("lengths", [(3, 2), (9, 2), (9, 12)])
+def test_models_may_replace_the_keys_by_themselves(mirror, delayed_kind, lengths):
+    """Some tie to them what nothing else reads, in whatever form they are."""
+    rows = mirror(kind=delayed_kind(), lengths=lengths)
+    for _ in range(3):
+        rows.step([1, 1])
+        rows.cache.keys = mx.depends(rows.cache.keys, [mx.zeros(1)])
+        rows.cache.values = mx.depends(rows.cache.values, [mx.zeros(1)])
+    rows.step([1, 1])
+    rows.check()
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
