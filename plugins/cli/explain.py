@@ -22,9 +22,16 @@ _LAYER = "layer "
 )
 @click.argument("model")
 @engine_options
+@click.option("--verify", is_flag=True, help="Run the bind probe even where the config turns it off, and show it.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object; layers are not grouped in it.")
-def explain(model: str, as_json: bool, **given: Any) -> None:
-    """Show layer by layer what MODEL is bound to, with the reason of each choice."""
+def explain(model: str, verify: bool, as_json: bool, **given: Any) -> None:
+    """Show layer by layer what MODEL is bound to, with the reason of each choice.
+
+    With --verify rows of different length are run batched and alone through the composed layouts, and a composition
+    that gives other tokens ends with the first layer whose state differs.
+    """
+    if verify:
+        given["settings"] += ("scheduler.verify=true",)
     with open_engine(model, engine_config(**given)) as engine:
         bound = engine.bound
         lines, facts = bound.explain(), _facts(bound)

@@ -51,9 +51,10 @@ def write_wheel(folder, name, version, entry_points, files):
 
 
 def wheel_of_source(folder, source):
-    """Write the wheel of a source directory, from its own pyproject.toml."""
+    """Write the wheel of a source directory without its tests, from its own pyproject.toml."""
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    files = {str(path.relative_to(source)): path.read_text() for path in sorted(source.rglob("*.py"))}
+    paths = [path.relative_to(source) for path in sorted(source.rglob("*.py"))]
+    files = {str(path): (source / path).read_text() for path in paths if path.parts[0] != "tests"}
     return write_wheel(folder, project["name"], project["version"], project["entry-points"]["oarlock"], files)
 
 
@@ -140,4 +141,13 @@ def house(tmp_path_factory):
     ]
     house = House(folder / "venv")
     house.pip("install", "--no-index", "--no-deps", *map(str, wheels))
+    return house
+
+
+@pytest.fixture(scope="module")
+def rotated_kv(tmp_path_factory, root):
+    """An environment with the example layout in it."""
+    folder = tmp_path_factory.mktemp("examples")
+    house = House(folder / "venv")
+    house.pip("install", "--no-index", "--no-deps", str(wheel_of_source(folder, root / "examples" / "rotated-kv")))
     return house

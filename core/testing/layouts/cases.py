@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
 from oarlock.core.bind import bind_layer
 from oarlock.core.config import EngineConfig
-from oarlock.core.contracts.composition import APART, BoundLayer
+from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer
 from oarlock.core.contracts.layout import CacheLayout, LayerInfo
 from oarlock.core.errors import LayoutRefused
 from oarlock.core.testing.layouts.rows import Layers
@@ -24,9 +23,10 @@ APART_KINDS = ("full", "recurrent")
 """What a layout that keeps rows apart is put around."""
 
 _VARIANTS: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]] = {
-    "full": (("", {"attendable": True}), ("-plain", {}), ("-half", {"attendable": True, "dtype": mx.float16})),
-    "rotating": (("", {"attendable": True}), ("-plain", {}), ("-sinks", {"keep": SINKS, "attendable": True})),
+    "full": (("", {"attendable": True}), ("-arrays", {})),
+    "rotating": (("", {"attendable": True}), ("-sinks", {"keep": SINKS, "attendable": True}), ("-arrays", {})),
 }
+"""The last of each is for layouts that hand out handles where they may: there they must not."""
 
 
 @attrs.frozen(eq=False)
@@ -98,6 +98,8 @@ class Subject:
 
     def _of_kind(self, name: str, kind: str) -> list[Case]:
         variants = _VARIANTS.get(kind, (("", {"parts": self.parts} if kind == "composite" else {}),))
+        if not isinstance(self.resolved(), AttendingLayout):
+            variants = [variant for variant in variants if variant[0] != "-arrays"]
         cases = [Case(name + suffix, kind, changes, self) for suffix, changes in variants]
         held, refusal = [], None
         for case in cases:

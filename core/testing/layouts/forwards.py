@@ -25,6 +25,7 @@ class Forwards:
         rows = case.layers().open(slots=3, window=DRAFT)
         for cache in rows.caches:
             rows.require(bool(cache) and not hasattr(type(cache), "__len__"), "it is falsy or has a length")
+            rows.require(not hasattr(cache, "bits"), "it has bits: mlx-lm would take it for its own quantized cache")
             rows.require((cache.rows, tuple(cache.tokens)) == (0, ()), "it has rows")
             rows.require((cache.nbytes, cache.live_bytes, cache.arrays()) == (0, 0, []), "it has bytes")
 
@@ -33,7 +34,8 @@ class Forwards:
         rows = case.layers().open()
         rows.add(1)
         serial = [_serial(bound.info) if case.attends else None for bound in rows.layers.bound]
-        for width in (5, 3, 1, 1, 20, *[1] * (2 * case.window), 2, 1):
+        for most in (5, 3, 1, 1, 20, *[1] * (2 * case.window), 2, 1):
+            width = rows.layers.longest(rows.lengths[0], most)
             if serial[0] is not None:
                 _compare_reads(rows, serial, width)
             rows.step([width])
@@ -88,6 +90,25 @@ class Forwards:
             again = toy.attend(new, *cache.keys_and_values(), mask)  # type: ignore[attr-defined]
             rows.require(bool(mx.array_equal(first, again)), "a second read differs from the first")
         rows.commit([0, 0])
+
+    def test_half_precision_stays_what_it_is(self, case: Case) -> None:
+        """Rows of 16 bits join, are cut, stored and put back as such, and what is read has their dtype."""
+        if not case.attends:
+            return
+        rows = case.layers(dtype=mx.float16).open(window=DRAFT)
+        rows.enter(12, 3, 0)
+        rows.step([3, 5, 2], [1, 0, 2])
+        states, pieces = rows.states(1), list(rows.pieces[1])
+        rows.keep([2, 0])
+        rows.join(rows.restored(states, pieces))
+        for _ in range(case.window):
+            rows.step([1, 1, 1])
+        new = np.array([rows.new(1) for _ in range(3)])
+        rows.begin([1, 1, 1])
+        for toy, cache in zip(rows.layers.toys, rows.caches, strict=True):
+            read = toy.append(cache, new)  # type: ignore[attr-defined]
+            rows.require({each.dtype for each in read} == {mx.float16}, f"{read[0].dtype} is read of float16")
+        rows.commit([0, 0, 0])
 
     def test_rows_grow_past_what_was_reserved(self, case: Case) -> None:
         """Buffers grow in steps: cross one in a step of ragged rows, in a prompt and in a draft."""

@@ -50,7 +50,7 @@ class Storage:
                 rows.require(
                     all(isinstance(text, str) for text in state.meta().values()), "meta() has other than texts"
                 )
-                most = bound.layout.bytes_at(bound.info, bound.options, max(tokens, 256))
+                most = bound.layout.bytes_at(bound.info, bound.options, tokens)
                 rows.require(state.nbytes <= most, f"a row of {tokens} tokens is stored in {state.nbytes} bytes")
 
     @pytest.mark.parametrize("length", LENGTHS)

@@ -1,5 +1,9 @@
 """The kit on every layout of ours: what is particular to one stands in tests/layouts."""
 
+from typing import ClassVar
+
+import pytest
+
 from oarlock.core.testing.layouts import LayoutContract
 
 
@@ -17,11 +21,12 @@ class TestQuantized(LayoutContract):
     layout = "quantized"
 
 
+@pytest.mark.long
 class TestQuantizedCoarsely(LayoutContract):
     """4 bits of normally distributed numbers: rows are compared with themselves alone."""
 
     layout = "quantized"
-    options = {"bits": 4, "group_size": 32}  # noqa: RUF012 - as it stands in a config file
+    options: ClassVar = {"bits": 4, "group_size": 32}
     levels = False
     tolerance = 0.5
 
@@ -30,7 +35,7 @@ class TestDelayed(LayoutContract):
     """Converted past two wraps of the window."""
 
     layout = "delayed"
-    options = {"start": 18}  # noqa: RUF012
+    options: ClassVar = {"start": 18}
 
 
 class TestPaged(LayoutContract):
@@ -45,6 +50,7 @@ class TestComposite(LayoutContract):
     layout = "composite"
 
 
+@pytest.mark.long
 class TestCompositeOfAttention(LayoutContract):
     layout = "composite"
     parts = ("full", "rotating")

@@ -48,6 +48,15 @@ def test_a_config_shows_as_the_reason(tiny, invoke, tmp_path):
     assert found["probe"] == "off (scheduler.verify)"
 
 
+def test_verify_probes_where_the_config_does_not(tiny, invoke, tmp_path):
+    path = tmp_path / "oarlock.toml"
+    path.write_text("[scheduler]\nverify = false\n")
+    found = json.loads(invoke("explain", tiny, "--config", path, "--verify", "--json").stdout)
+    assert found["probe"] == "passed"
+    rows = next(part for part in found["parts"] if part["part"] == "rows")
+    assert (rows["choice"], rows["reason"]) == ("all lengths share a forward", "bind probe")
+
+
 def test_an_unknown_layout_is_one_line(tiny, invoke):
     done = invoke("explain", tiny, "--set", "layouts.full=fulll", code=1)
     assert "did you mean 'full'?" in done.stderr
