@@ -116,7 +116,7 @@ class Storage:
         rows.step([1, 1])
         rows.compact()
         for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
-            most = 2 * bound.layout.bytes_at(bound.info, bound.options, 9)
+            most = 2 * max(bound.layout.bytes_at(bound.info, bound.options, n) for n in (4, 8))
             rows.require(cache.nbytes <= most, f"two rows of 4 and 8 tokens have {cache.nbytes} bytes, not {most}")
             rows.require(cache.live_bytes <= cache.nbytes, "more bytes are live than there are")
         for _ in range(3):

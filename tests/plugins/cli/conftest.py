@@ -111,7 +111,13 @@ def invoke():
     return run
 
 
-PROGRAM = "from oarlock.plugins.cli import main; main()"
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from oarlock.plugins.cli import main
+main()
+"""
+"""As in the foreground of a terminal: what a shell runs behind itself, these tests perhaps, ignores interrupts."""
 
 
 @pytest.fixture
