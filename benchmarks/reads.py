@@ -122,7 +122,8 @@ def _compared(
 
 
 def _cost(side: Loop) -> tuple[int, int]:
-    """Do one step; return the kernels that it runs and the bytes that it gathers."""
+    """Do two steps; return the kernels that the second runs and the bytes that it gathers: the first may grow a pool."""
+    mx.eval(side.build())
     with gathered() as copies:
         tokens = side.build()
     count = dispatches([tokens, *side.arrays()])
