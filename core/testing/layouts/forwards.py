@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +13,16 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from oarlock.core.contracts.layout import KeyValues, LayerInfo
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.rows import Rows
+from oarlock.core.testing.layouts.toys import number
 
 DRAFT = 5
 """The widest forward that is cut in the middle."""
+MASKS = (
+    {"return_array": False, "window_size": 3},
+    {"return_array": True, "window_size": None},
+    {"return_array": False, "window_size": None},
+)
+"""How models ask; the last is what attention gets here."""
 
 
 class Forwards:
@@ -28,24 +36,19 @@ class Forwards:
             rows.require(not hasattr(cache, "bits"), "it has bits: mlx-lm would take it for its own quantized cache")
             rows.require((cache.rows, tuple(cache.tokens)) == (0, ()), "it has rows")
             rows.require((cache.nbytes, cache.live_bytes, cache.arrays()) == (0, 0, []), "it has bytes")
+            rows.require(cache.reusable(5) == 0, "a prefix of no row can be reused")
 
     def test_a_lone_row_is_its_serial_cache(self, case: Case) -> None:
         """Masks, positions and reads are those of mlx-lm's cache of the kind, where it has one."""
         rows = case.layers().open()
         rows.add(1)
-        serial = [_serial(bound.info) if case.attends else None for bound in rows.layers.bound]
-        for most in (5, 3, 1, 1, 20, *[1] * (2 * case.window), 2, 1):
-            width = rows.layers.longest(rows.lengths[0], most)
-            if serial[0] is not None:
-                _compare_reads(rows, serial, width)
-            rows.step([width])
+        _go_on(case, rows, (5, 3, 1, 1, 20, *[1] * (2 * case.window), 2, 1))
 
     def test_rows_of_one_length_read_as_one_does(self, case: Case) -> None:
-        """No row is padded: one integer is everybody's position."""
+        """No row is padded: mlx-lm's masks and reads again, and one integer is everybody's position."""
         rows = case.layers().open()
         rows.add(3)
-        for width in (6, 2, *[1] * (case.window + 3)):
-            rows.step([width] * 3)
+        _go_on(case, rows, (6, 2, *[1] * (case.window + 3), 9, 1, 1))
         if case.attends:
             rows.begin([1, 1, 1])
             rows.require(isinstance(rows.caches[0].offset, int), "offset is no integer")  # type: ignore[attr-defined]
@@ -90,6 +93,20 @@ class Forwards:
             again = toy.attend(new, *cache.keys_and_values(), mask)  # type: ignore[attr-defined]
             rows.require(bool(mx.array_equal(first, again)), "a second read differs from the first")
         rows.commit([0, 0])
+
+    def test_what_is_held_can_be_replaced(self, case: Case) -> None:
+        """Models tie to ``keys`` and ``values`` what nothing else reads; later steps read what they set."""
+        if not case.attends:
+            return
+        rows = case.layers().open()
+        rows.enter(20, 3)
+        for _ in range(3):
+            rows.step([1, 1])
+            for cache in rows.caches:
+                cache.keys = mx.depends(cache.keys, [mx.zeros(1)])  # type: ignore[attr-defined]
+                cache.values = mx.depends(cache.values, [mx.zeros(1)])  # type: ignore[attr-defined]
+        rows.step([2, 1])
+        rows.check()
 
     def test_half_precision_stays_what_it_is(self, case: Case) -> None:
         """Rows of 16 bits join, are cut, stored and put back as such, and what is read has their dtype."""
@@ -155,12 +172,13 @@ class Forwards:
             rows.step(widths, kept)
 
     def test_a_forward_is_undone_wherever_it_failed(self, case: Case) -> None:
-        """Before any layer ran, behind the first, behind the last; narrow, wide, and into rows that hold nothing."""
+        """Before any layer ran, behind the first, behind the last, before it was begun; narrow, wide, into empty rows."""
         for lengths, width in itertools.product(([0, 0], [12, 3], [case.window, 300]), (1, DRAFT, 2 * case.window + 4)):
             rows = case.layers().open()
             rows.enter(*lengths)
             for until in (0, 1, None):
                 rows.abort(width, until)
+                rows.commit([0, 0])
                 rows.check()
             rows.step([1, 1])
             rows.step([2, 1])
@@ -185,27 +203,47 @@ def _serial(info: LayerInfo) -> Any:
     return RotatingKVCache(max_size=info.window) if info.kind == "rotating" and not info.keep else None
 
 
+def _go_on(case: Case, rows: Rows, widths: Sequence[int]) -> None:
+    """Forward rows of one length, beside mlx-lm's cache where there is one."""
+    serial = [_serial(bound.info) if case.attends else None for bound in rows.layers.bound]
+    for most in widths:
+        width = rows.layers.longest(rows.lengths[0], most)
+        if case.kind == "recurrent" and not hasattr(rows.caches[0], "parts"):
+            rows.begin([width] * rows.count)
+            rows.require(rows.caches[0].make_mask(width) is None, "there is a mask where no row is padded")  # type: ignore[attr-defined]
+            rows.commit([0] * rows.count)
+        if serial[0] is not None:
+            _compare_reads(rows, serial, width)
+        rows.step([width] * rows.count)
+
+
 def _compare_reads(rows: Rows, serial: list[Any], width: int) -> None:
     """Forward once more through both, undo it here and keep it there."""
-    ids = np.array([rows.new(width)])
-    rows.fresh -= width
-    rows.begin([width])
+    ids = np.array([rows.new(width) for _ in range(rows.count)])
+    rows.fresh -= width * rows.count
+    rows.begin([width] * rows.count)
     for toy, cache, other in zip(rows.layers.toys, rows.caches, serial, strict=True):
-        mask = cache.make_mask(width)  # type: ignore[attr-defined]
-        wanted = other.make_mask(width, return_array=False, window_size=None)
+        mask, wanted = cache.make_mask(width), other.make_mask(width, **MASKS[-1])  # type: ignore[attr-defined]
         rows.require(_same_mask(mask, wanted), f"the mask of {width} is {mask}, mlx-lm's {wanted}")
+        for asked in MASKS:
+            mask, wanted = (each.make_mask(width, **asked) for each in (cache, other))  # type: ignore[union-attr]
+            rows.require(_same_mask(mask, wanted), f"the mask of {width}, {asked}, is {mask}, mlx-lm's {wanted}")
         rows.require(cache.offset == other.offset, f"offset is {cache.offset}, mlx-lm's {other.offset}")  # type: ignore[attr-defined]
         read, expected = (toy.append(each, ids) for each in (cache, other))  # type: ignore[attr-defined]
         for mine, its in zip(read, expected, strict=True):
             rows.require(tuple(mine.shape) == its.shape, f"{tuple(mine.shape)} is read, {its.shape} by mlx-lm")
             rows.require(mine.dtype == its.dtype, f"{mine.dtype} is read where {its.dtype} was given")
             rows.require(isinstance(mine, mx.array | KeyValues), f"{type(mine).__name__} is no array and no KeyValues")
-    rows.commit([0])
+            if isinstance(mine, mx.array):
+                off = np.abs(number(mine) - number(its)).max()
+                rows.require(off <= rows.layers.tolerance, f"columns are off by {off:.3g} from those of mlx-lm")
+    rows.commit([0] * rows.count)
 
 
 def _same_mask(one: Any, other: Any) -> bool:
     if isinstance(one, mx.array) and isinstance(other, mx.array):
-        return one.shape[-2:] == other.shape[-2:] and bool(mx.all(one == other))
+        other = other.reshape(-1, other.shape[-1])  # a ring's mask of one token is a line
+        return one.shape[-2:] == other.shape and bool(mx.all(one == other))
     return type(one) is type(other) and one == other
 
 

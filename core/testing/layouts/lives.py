@@ -104,7 +104,8 @@ def _abort(rows: Rows, draw: random.Random) -> None:
 
 
 def _enter(rows: Rows, draw: random.Random) -> None:
-    rows.enter(*(draw.choice(LENGTHS) for _ in range(draw.randint(1, 3))), pieces=draw.randint(1, 3))
+    lengths, window = [draw.choice(LENGTHS) for _ in range(draw.randint(1, 3))], draw.choice((1, rows.window))
+    rows.enter(*lengths, pieces=draw.randint(1, 3), window=window)
 
 
 def _add(rows: Rows, draw: random.Random) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.forwards import DRAFT
 from oarlock.core.testing.layouts.rows import Rows
-from oarlock.core.testing.layouts.toys import KV_HEADS
+from oarlock.core.testing.layouts.toys import KEY, KV_HEADS
 
 ORDERS: Sequence[Sequence[int]] = (
     [0, 1, 2, 3, 4],
@@ -41,10 +42,10 @@ class Membership:
             rows.step([1] * rows.count)
 
     def test_rows_join_together(self, case: Case) -> None:
-        """Several at once, from caches in which they stood side by side; each goes on at its own place."""
+        """Several at once, from caches in which they stood side by side, opened to be cut; each goes on at its place."""
         rows, others = case.layers().open(slots=2), None
         rows.enter(20)
-        others = rows.layers.open()
+        others = rows.layers.open(window=DRAFT)
         others.fresh = rows.fresh
         others.enter(5, 0, 17)
         others.step([2, 1, 3])
@@ -76,10 +77,18 @@ class Membership:
         for slots in ([0], [3], [2, 3], []):
             self._refused(rows, other.caches[0], slots)
         self._refused(rows, object(), [2])
-        if case.attends:
-            strange = case.layers(kv_heads=2 * KV_HEADS).open()
-            strange.enter(3)
-            self._refused(rows, strange.caches[0], [2])
+        strange: list[dict[str, Any]] = [{"kv_heads": 2 * KV_HEADS}, {"value_dim": KEY}, {"dtype": mx.float16}]
+        if case.kind == "rotating":
+            strange += [{"window": case.window + 1}, {"keep": 1}]
+        if case.kind == "recurrent":
+            for states in (1, 3):
+                stranger = case.layers(slots=states).open()
+                stranger.add(1)
+                self._refused(rows, stranger.caches[0], [2])
+        for changes in strange if case.attends else []:
+            stranger = case.layers(**changes).open()
+            stranger.enter(3)
+            self._refused(rows, stranger.caches[0], [2])
         rows.enter(1)
         rows.step([1, 1, 1])
 
@@ -142,14 +151,15 @@ class Membership:
         """A row of NaN is rejected: neither those that stay, nor those that move or join into its place, mind it."""
         rows = case.layers().open(slots=4)
         rows.enter(20, 3, 9)
+        rows.add(1)
         rows.poison(broken)
-        rows.keep([row for row in (2, 1, 0) if row != broken])
+        rows.keep([row for row in (3, 2, 1, 0) if row != broken])
         rows.check()
         rows.enter(2)
         rows.add(1)
-        rows.step([1, 1, 1, 2])
+        rows.step([1, 1, 1, 1, 2])
         for _ in range(2 * case.window):
-            rows.step([1] * 4)
+            rows.step([1] * 5)
 
     def test_the_last_row_may_have_been_the_broken_one(self, case: Case) -> None:
         """Nobody is left; who comes next starts clean."""

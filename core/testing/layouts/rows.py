@@ -206,10 +206,13 @@ class Rows:
             cache.join(theirs, list(range(self.count, self.count + other.count)))
         self.pieces += [list(pieces) for pieces in other.pieces]
 
-    def enter(self, *lengths: int, pieces: int = 1) -> None:
-        """Let rows of these lengths join that were prefilled alone, in ``pieces`` forwards each."""
+    def enter(self, *lengths: int, pieces: int = 1, window: int = 1) -> None:
+        """Let rows of these lengths join that were prefilled alone, in ``pieces`` forwards each.
+
+        Prompts are not cut, so their caches are opened with another ``window``, as in an engine.
+        """
         for length in lengths:
-            alone = self.layers.open(window=self.window)
+            alone = self.layers.open(window=window)
             alone.fresh = self.fresh
             alone.add(1)
             while (left := length - alone.lengths[0]) > 0:

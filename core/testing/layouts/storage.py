@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -94,23 +95,46 @@ class Storage:
             rows.require(found == sorted(found) and set(found[30:]) == {30}, f"reusable(0..39) are {found}")
             rows.require(all(cache.reusable(n) == n for n in found), f"reusable(0..39) are {found}")
 
-    @pytest.mark.parametrize("length", [1, 7, 9, 255, 256, 257, 600])
-    def test_bytes_are_what_was_said(self, case: Case, length: int) -> None:
-        """`bytes_at` is what a lone row's arrays come to; what tokens need is no more, and grows with them."""
-        rows = case.layers().open()
+    @pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+    @pytest.mark.parametrize("length", [3, 7, 9, 255, 256, 257, 600])
+    def test_bytes_are_what_was_said(self, case: Case, length: int, large: bool) -> None:
+        """`bytes_at` is what a lone row's arrays come to; what tokens need is no more."""
+        if large and case.kind != "rotating":
+            return
+        rows = case.layers(large=large).open()
         rows.enter(length)
         for cache in rows.caches:
             arrays = sum(int(array.nbytes) for array in cache.arrays())
             rows.require(cache.nbytes == arrays, f"nbytes is {cache.nbytes}, its arrays have {arrays}")
-            rows.require(0 < cache.live_bytes <= cache.nbytes, f"live_bytes is {cache.live_bytes} of {cache.nbytes}")
+            live = cache.live_bytes
+            rows.require(0 < live <= cache.nbytes, f"live_bytes is {live} of {cache.nbytes}")
         rows.compact()
         for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
             said = bound.layout.bytes_at(bound.info, bound.options, length)
             rows.require(cache.nbytes == said, f"bytes_at({length}) is {said}, a lone row has {cache.nbytes}")
+        lone = case.layers().open()
+        lone.add(1)
+        while lone.lengths[0] < length:
+            lone.step([length - lone.lengths[0]])
+        for bound, cache in zip(lone.layers.bound, lone.caches, strict=True):
+            said = bound.layout.bytes_at(bound.info, bound.options, length)
+            fits = cache.nbytes < 2 * said or case.kind == "chunked"  # which keeps a prompt until a block is over
+            lone.require(fits, f"bytes_at({length}) is {said}, {cache.nbytes} were allocated")
+
+    def test_bytes_of_tokens_add_up(self, case: Case) -> None:
+        """Rows of one length need the same; a row without tokens needs none, where rows begin at columns of their own."""
+        one, two = case.layers().open(), case.layers().open()
+        one.enter(9)
+        two.enter(9, 9)
+        if case.kind != "chunked":
+            two.add(1)
+        for lone, both in zip(one.caches, two.caches, strict=True):
+            live = (lone.live_bytes, both.live_bytes)
+            one.require(live[1] == 2 * live[0], f"live_bytes of a row are {live[0]}, of two such {live[1]}")
 
     def test_what_is_not_needed_is_given_back(self, case: Case) -> None:
         """Compacted, few short rows have no more than they had alone; without rows nothing is left."""
-        rows = case.layers().open(slots=4)
+        rows = case.layers(large=True).open(slots=4)
         rows.enter(600, 3, 7, 5)
         rows.keep([1, 2])
         rows.step([1, 1])
@@ -147,6 +171,14 @@ class Storage:
         left = _active() - before
         assert left <= SMALL, f"{left} bytes are left of caches that are gone"
 
+    def test_growth_is_amortised(self, case: Case) -> None:
+        """Rows that join one by one make the cache grow now and then, by a share of what it is, not each time."""
+        rows = case.layers().open()
+        rows.enter(2)
+        taken = _grown_by_joins(rows, 40)
+        whole = sum(cache.nbytes for cache in rows.caches)
+        rows.require(taken <= max(4 * whole, 40 * SMALL), f"40 joins took {taken} bytes for {whole} in the end")
+
     @pytest.mark.parametrize("change", ["step", "join", "leave", "cut", "undo"])
     def test_no_change_copies_all_rows(self, case: Case, change: str) -> None:
         """A step writes, a join adds, a leave moves, a rollback forgets: none takes memory like that of the whole."""
@@ -168,6 +200,17 @@ class Storage:
         whole = sum(cache.nbytes for cache in rows.caches)
         peak = _peak(rows, work[change])
         rows.require(peak <= max(whole // 2, SMALL), f"{change} took {peak} bytes beside the {whole} of all rows")
+
+
+def _grown_by_joins(rows: Rows, count: int) -> int:
+    """Let so many short rows join one after the other; return the bytes that all the joins took together."""
+    taken = 0
+    for _ in range(count):
+        joiner = rows.layers.open()
+        _enter_unchecked(joiner, 2)
+        joiner.evaluate()
+        taken += _peak(rows, functools.partial(rows.join, joiner))
+    return taken
 
 
 def _bytes(state: RowState) -> dict[str, bytes]:

@@ -127,7 +127,10 @@ class Attention:
 
 @attrs.define(eq=False)
 class Recurrence:
-    """A convolution over the last tokens and a decaying sum. It minds the lengths of padded rows."""
+    """A convolution over the last tokens and a decaying sum. It minds the lengths of padded rows.
+
+    As in some models the convolution's tail is no longer than what was forwarded, and None before that.
+    """
 
     info: LayerInfo
     table: np.ndarray
@@ -147,13 +150,15 @@ class Recurrence:
         """Advance both states token by token, past no row's last real one."""
         x = mx.array(self.table[ids])  # (B, N, STATE)
         rows, width = ids.shape
-        tail = mx.zeros((rows, TAIL, STATE)) if cache[0] is None else cache[0]
+        tail = mx.zeros((rows, 0, STATE)) if cache[0] is None else cache[0]
         total = mx.zeros((rows, STATE)) if cache[1] is None else cache[1]
         out = []
         for n in range(width):
             real = mx.array(True) if mask is None else mask[:, n, None]
             out.append(mx.concatenate([tail.sum(axis=1) + x[:, n], total * 0.5 + x[:, n]], axis=-1))
-            tail = mx.where(real[..., None], mx.concatenate([tail[:, 1:], x[:, n, None]], axis=1), tail)
+            longer = mx.concatenate([tail, x[:, n, None]], axis=1)[:, -TAIL:]
+            tail = mx.pad(tail, [(0, 0), (longer.shape[1] - tail.shape[1], 0), (0, 0)])
+            tail = mx.where(real[..., None], longer, tail)
             total = mx.where(real, total * 0.5 + x[:, n], total)
         cache[0], cache[1] = tail, total
         cache.advance(width)
@@ -207,7 +212,7 @@ def describe(kind: str, index: int = 0, **changes: Any) -> LayerInfo:
         return LayerInfo(index=index, path=str(index), kind=kind, parts=parts)
     if kind == "recurrent":
         bytes_ = 4 * STATE * (TAIL + 1)
-        return LayerInfo(index=index, path=str(index), kind=kind, slots=2, state_bytes=bytes_)
+        return LayerInfo(index=index, path=str(index), kind=kind, **{"slots": 2, "state_bytes": bytes_, **changes})
     settings = {
         "kv_heads": KV_HEADS, "key_dim": KEY, "value_dim": VALUE, "dtype": mx.float32,
         "window": WINDOW if kind == "rotating" else 0, "chunk": CHUNK if kind == "chunked" else 0,

@@ -4,7 +4,7 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from oarlock.core.contracts.layout import RowState
+from oarlock.core.contracts.layout import Positions, RowState
 from oarlock.core.testing.layouts import LayoutContract, violations
 from oarlock.layouts.full import FullCache, FullLayout
 from oarlock.layouts.quantized import QuantizedLayout
@@ -61,6 +61,22 @@ class KeepsSorted(FullCache):
 
     def keep(self, indices):
         super().keep(sorted(indices))
+
+
+class KeepsInPlace(FullCache):
+    """Moves row by row, overwriting rows that have yet to move."""
+
+    def keep(self, indices):
+        for new, old in enumerate(indices):
+            self.keys[new], self.values[new] = self.keys[old], self.values[old]
+        self._set_tokens(tuple(self._tokens[old] for old in indices))
+
+
+class AlwaysArray(FullCache):
+    """Gives an array where the serial cache gives none."""
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        return super().make_mask(N, True, window_size) if N > 1 else mx.ones((1, 1), dtype=mx.bool_)
 
 
 class ForgetsTheLast(FullCache):
@@ -177,11 +193,81 @@ class KeepsTheRejected(RotatingCache):
         super().commit([self._written if n and past else n for n, past in zip(kept, wrapped, strict=True)])
 
 
-class Wrapped(RotatingLayout):
-    """Opens those."""
+class ShortWindow(RotatingCache):
+    """Sees one token too few."""
 
-    def open(self, layer, options, *, slots, window):
-        return KeepsTheRejected(slots, Ring(window=layer.window, keep=layer.keep, slack=window - 1))
+    def make_mask(self, N, return_array=False, window_size=None):
+        return super().make_mask(N, return_array, max(1, self.ring.window - 1))
+
+
+class LateMask(RotatingCache):
+    """The mask is that of the column before: one valid key is hidden, and one that is none is seen."""
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        mask = super().make_mask(N, return_array, window_size)
+        return mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
+
+
+class OneHead(RotatingCache):
+    """One write head for all rows."""
+
+    def update_and_fetch(self, keys, values):
+        starts, self._starts = self._starts, Positions([self._starts.longest] * self.rows)
+        fetched = super().update_and_fetch(keys, values)
+        self._starts = starts
+        return fetched
+
+
+class KeepsPhases(RotatingCache):
+    """Moves rows, and leaves their phases where they were."""
+
+    def keep(self, indices):
+        before = self.ring
+        super().keep(indices)
+        self.ring = before.pick(range(len(indices)))
+
+
+class JoinsAtOnePhase(RotatingCache):
+    """Believes that joiners begin where its own first row does."""
+
+    def join(self, other, slots):
+        super().join(other, slots)
+        if self.rows > other.rows:
+            self.ring = self.ring.pick([*range(self.rows - other.rows), *[0] * other.rows])
+
+
+class RelaysNothing(RotatingCache):
+    """Takes rows of another slack as they are."""
+
+    def _relaid(self, slack):
+        return self
+
+
+class NoSlack(RotatingCache):
+    """Has a window's columns and no more, whatever may be rolled back."""
+
+    def update_and_fetch(self, keys, values):
+        slack, self.ring = self.ring, attrs.evolve(self.ring, slack=0)
+        new = self.encode(keys, values)
+        self._reserve_columns(self.ring.extent(self._starts, keys.shape[2]), new)
+        self._write(new, self.ring.places(self._starts, keys.shape[2]))
+        self._written = keys.shape[2]
+        fetched, self.ring = self.keys_and_values(), slack
+        return fetched
+
+
+class Ringed:
+    """Makes rotating layouts whose caches are of one type."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __call__(self):
+        class Planted(RotatingLayout):
+            def open(planted, layer, options, *, slots, window):  # noqa: N805
+                return self.cache(slots, Ring(window=layer.window, keep=layer.keep, slack=window - 1))
+
+        return Planted()
 
 
 class PadsTheState(RecurrentCache):
@@ -228,6 +314,9 @@ PLANTED = [
     (Cached(HandsOutItself), "test_a_stored_row_is_owned"),
     (Cached(ClearsNothing), "test_what_a_broken_row_left"),
     (Cached(KeepsSorted), "test_rows_are_kept"),
+    (Cached(KeepsInPlace), "test_rows_are_kept"),
+    (Cached(AlwaysArray), "test_a_lone_row"),
+    (Cached(AlwaysArray), "test_rows_of_one_length"),
     (Cached(ForgetsTheLast), "test_rows_join_together"),
     (Cached(JoinsAnywhere), "test_a_join_that_cannot_be"),
     (Cached(OnePosition), "test_positions_are"),
@@ -238,7 +327,14 @@ PLANTED = [
     (CountsOneLess, "test_bytes_are"),
     (Holds, "test_everything_is_released"),
     (OffByOne, "test_a_lone_row"),
-    (Wrapped, "test_a_window_is_cut"),
+    (Ringed(KeepsTheRejected), "test_a_window_is_cut"),
+    (Ringed(NoSlack), "test_a_window_is_cut"),
+    (Ringed(RelaysNothing), "test_rows_join_together"),
+    (Ringed(ShortWindow), "test_a_lone_row"),
+    (Ringed(LateMask), "test_rows_of_different_lengths"),
+    (Ringed(OneHead), "test_rows_of_different_lengths"),
+    (Ringed(KeepsPhases), "test_rows_are_kept"),
+    (Ringed(JoinsAtOnePhase), "test_rows_join"),
     (Recurrent(PadsTheState), "test_rows_of_different_lengths"),
     (Recurrent(PutsNothingBack), "test_a_forward_is_undone"),
 ]
