@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Mapping
+from typing import Any
 
+import attrs
 import mlx.core as mx
 import pytest
 from mlx import nn
 
-from oarlock.core import Request
+from oarlock.core import Request, SamplingParams
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
 
@@ -96,6 +99,67 @@ class Worker(threading.Thread):
         return self._value
 
 
+@attrs.frozen
+class Storage:
+    """A tiny model by name, with changes, and how its layers are stored; ``exact``: as mlx-lm's own caches do."""
+
+    name: str
+    changes: Mapping[str, Any] = attrs.field(factory=dict)
+    layouts: Mapping[str, Any] = attrs.field(factory=dict)
+    exact: bool = True
+
+
+def packing(name, **options):
+    """Full and rotating layers in 8 bits."""
+    choice = {"name": name, "bits": 8, "group_size": 32, **options}
+    return {"full": choice, "rotating": choice}
+
+
+HEADS = {"head_dim": 32}
+BLOCKS = {"full": {"name": "paged", "block_size": 16}}
+PARTS = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}
+STORAGES = {
+    "rings": Storage("tiny-ring"),
+    "packed": Storage("tiny-full", HEADS, packing("quantized"), False),
+    "packed rings": Storage("tiny-ring", HEADS, packing("quantized"), False),
+    "delayed": Storage("tiny-full", HEADS, packing("delayed", start=6), False),
+    "delayed rings": Storage("tiny-ring", HEADS, packing("delayed", start=6), False),
+    "blocks": Storage("tiny-full", {}, BLOCKS),
+    "gathered blocks": Storage("tiny-full", {}, {"full": {**BLOCKS["full"], "reads": "gather"}}),
+    "states": Storage("mamba2"),
+    "states that take padding": Storage("mamba"),
+    "states beside blocks": Storage("qwen3_next", {}, BLOCKS),
+    "parts": Storage("falcon_h1", PARTS),
+    "packed parts": Storage("falcon_h1", {**PARTS, **HEADS}, packing("quantized"), False),
+    "chunks": Storage("llama4"),
+}
+"""Every layout beside `full`, each where a model has layers of its kind."""
+
+
+@functools.cache
+def stored(key):
+    """The model of a storage, built once."""
+    return models.build(STORAGES[key].name, **STORAGES[key].changes)
+
+
+@functools.cache
+def alone(key, prompt, n):
+    """``n`` tokens of a prompt alone and how far the two best scores were apart: mlx-lm's, or an engine's of one row."""
+    storage, model = STORAGES[key], stored(key)
+    if storage.exact:
+        row = models.serial(model, prompt, n)
+        return row.tokens, row.gaps
+    config = {"layouts": storage.layouts, "scheduler": {"verify": False}}
+    with Engine(model, config=config) as engine:
+        (result,) = engine.generate([ask(*prompt, n=n, sampling=SamplingParams(logprobs=2))])
+    return result.token_ids, gaps(result)
+
+
+def gaps(result):
+    """How far the two best scores of each token were apart, of a result with two of them recorded."""
+    return tuple(record.top[0][1] - record.top[1][1] for record in result.logprobs)
+
+
 @functools.cache
 def tiny(name="tiny-full"):
     """A tiny model with random weights, built once."""
@@ -118,15 +182,17 @@ class Bench:
     """See `bench`."""
 
     Scripted, Words, Worker, NAN, DEAD = Scripted, Words, Worker, NAN, DEAD
-    tiny, ask = staticmethod(tiny), staticmethod(ask)
+    STORAGES = STORAGES
+    tiny, ask, stored, row_alone, gaps = (staticmethod(f) for f in (tiny, ask, stored, alone, gaps))
     prompts, serial, compare = (staticmethod(f) for f in (models.prompts, models.serial, models.compare))
 
     def __init__(self, stack):
         self._stack = stack
 
-    def engine(self, model, tokenizer=None, plugins=(), positions=None, **scheduler):
+    def engine(self, model, tokenizer=None, plugins=(), positions=None, layouts=None, **scheduler):
         """An engine with these settings of the scheduler, closed at the end of the test."""
-        made = Engine(model, tokenizer, config={"scheduler": scheduler}, plugins=plugins, positions=positions)
+        config = {"layouts": layouts or {}, "scheduler": scheduler}
+        made = Engine(model, tokenizer, config=config, plugins=plugins, positions=positions)
         return self._stack.enter_context(made)
 
     def run(self, engine, requests):
@@ -134,9 +200,38 @@ class Bench:
         outcomes = engine.generate(requests, return_errors=True)
         return [o if isinstance(o, BaseException) else o.token_ids for o in outcomes]
 
+    def check_company(self, key, lengths, *, n=8, every=0, model=None, **settings):
+        """Rows of a storage, one more after each ``every`` steps, get the tokens that each gets alone."""
+        prompts = self.prompts(lengths, 97)
+        wanted = [self.row_alone(key, tuple(prompt), n) for prompt in prompts]
+        engine = self.engine(model or self.stored(key), layouts=STORAGES[key].layouts, **settings)
+        handles = []
+        for prompt in prompts:
+            handles.append(engine.submit(self.ask(*prompt, n=n)))
+            for _ in range(every):
+                engine.step()
+        said = [handle.result().token_ids for handle in handles]
+        assert engine.stats()["recoveries"] == 0
+        self.compare(said, *zip(*wanted, strict=True))
+
+    def check_engine(self, model, requests, layouts, **settings):
+        """Requests together get the tokens that each gets in an engine of one row."""
+        scored = [attrs.evolve(request, sampling=SamplingParams(logprobs=2)) for request in requests]
+        serial = self.engine(model, layouts=layouts, max_batch=1, verify=False).generate(scored)
+        engine = self.engine(model, layouts=layouts, **settings)
+        said = [result.token_ids for result in engine.generate(requests)]
+        assert engine.stats()["recoveries"] == 0
+        self.compare(said, [result.token_ids for result in serial], [gaps(result) for result in serial])
+
     def alone(self, model, requests, **settings):
         """Tokens of each request, in an engine that runs one at a time."""
         return self.run(self.engine(model, **{"max_batch": 1, **settings}), requests)
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    """The key of each of `STORAGES`."""
+    return request.param
 
 
 @contextlib.contextmanager

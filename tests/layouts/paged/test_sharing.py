@@ -236,11 +236,13 @@ def check_stale(pool):
     group.check()
 
 
+@pytest.mark.fault("B-05")
 def test_a_stale_nan_in_a_reused_block_does_not_leak(pool):
     """A zero weight times NaN is NaN: what a block held before must not be read, or be gone."""
     check_stale(pool())
 
 
+@pytest.mark.fault("B-05", twin=True)
 @pytest.mark.parametrize("attends", [False], indirect=True)
 def test_a_block_that_is_not_cleared_is_found(pool, monkeypatch, attends):
     """The twin, where rows are gathered: row by row nothing behind a row is read at all."""
