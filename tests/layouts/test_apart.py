@@ -1,4 +1,4 @@
-"""`apart`: rows of one length share a cache and a forward; everything done to rows is done in their part."""
+"""`apart` beyond the kit: rows of one length share a cache and a forward, and engines run them so."""
 
 import attrs
 import mlx.core as mx
@@ -65,41 +65,6 @@ def test_rows_that_advance_alike_stay_together_and_others_part():
     mirror.step([1, 1, 1, 1])
     assert len(mirror.cache.parts) == 1  # they have caught up
     mirror.check()
-
-
-def test_random_lives():
-    draw = np.random.default_rng(1)
-    mirror = Mirror()
-    mirror.add(2)
-    for _ in range(80):
-        rows = len(mirror.lists)
-        match draw.integers(6):
-            case 0 if rows < 7:
-                other = Mirror()
-                other.add(int(draw.integers(1, 3)))
-                other.step([int(draw.integers(1, 4))] * len(other.lists))
-                mirror.cache.join(other.cache, range(rows, rows + len(other.lists)))
-                mirror.lists += [list(row) for row in other.lists]
-                other.step([2] * len(other.lists))  # it was borrowed
-                other.check()
-            case 1 if rows > 1:
-                indices = [int(i) for i in draw.permutation(rows)[:-1]]
-                mirror.cache.keep(indices)
-                mirror.lists = [mirror.lists[i] for i in indices]
-            case 2 if rows > 1:
-                indices = [int(i) for i in draw.permutation(rows)[: rows // 2 + 1]]
-                part = Mirror(mirror.cache.take(indices), [list(mirror.lists[i]) for i in indices])
-                if part.cache is not mirror.cache:
-                    part.step([1] * len(indices))
-                    part.check()
-            case 3 if rows < 7:
-                mirror.add(1)
-            case 4 if rows:
-                widths = [int(n) for n in draw.integers(1, 4, size=rows)]
-                mirror.step(widths, [int(draw.integers(0, n + 1)) for n in widths])
-            case _ if rows:
-                mirror.step([1] * rows)
-        mirror.check()
 
 
 def test_states_are_those_of_the_layers_own_layout():

@@ -143,30 +143,6 @@ def test_a_restored_row_goes_on(length):
     assert back.cache.reusable(2) == (2 if back.cache.start_position == 0 else 0)
 
 
-def test_random_lives():
-    draw = np.random.default_rng(4)
-    mirror = filled(3)
-    for _ in range(120):
-        rows = len(mirror.lists)
-        match draw.integers(5):
-            case 0 if rows < 5:
-                other = filled(int(draw.integers(1, 20)))
-                mirror.cache.join(other.cache, [rows])
-                mirror.lists += other.lists
-            case 1 if rows > 2:
-                indices = [int(i) for i in draw.permutation(rows)[:-1]]
-                mirror.cache.keep(indices)
-                mirror.lists = [mirror.lists[i] for i in indices]
-            case 2:
-                widths = [int(n) for n in draw.integers(1, 5, size=rows)]
-                mirror.step(widths, [int(draw.integers(0, n + 1)) for n in widths])
-            case _:
-                mirror.step([1] * rows)
-        mirror.check()
-    mirror.cache.compact()
-    mirror.check()
-
-
 @pytest.mark.parametrize("settings", [{"prefill_chunk": 5}, {"max_batch": 2}])
 def test_a_model_past_many_blocks_says_what_it_says_alone(settings):
     model = models.build("llama4")

@@ -76,25 +76,6 @@ def test_it_rewinds_where_all_parts_do():
     assert CompositeCache([FullCache(1), FullCache(1)]).rewinds
 
 
-def test_rows_go_together():
-    cache = rows(3, 1, 2)
-    wanted = [contents(cache, row) for row in range(3)]
-    taken = cache.take([2, 0])
-    assert [contents(taken, row) for row in range(2)] == [wanted[2], wanted[0]]
-    assert cache.take([0, 1, 2]) is cache
-    step(cache, [2, 2, 2], [0, 0, 0])
-    assert [contents(cache, row) for row in range(3)] == wanted
-    cache.keep([2, 1])
-    assert [contents(cache, row) for row in range(2)] == [wanted[2], wanted[1]]
-    cache.join(taken, [2, 3])
-    cache.add(1)
-    assert cache.tokens == cache[0].tokens == cache[1].tokens == (2, 1, 2, 3, 0)
-    assert contents(cache, 3) == wanted[0]
-    step(cache, [1, 1, 0, 1, 1])
-    cache.compact()
-    assert cache.tokens == (3, 2, 2, 4, 1)
-
-
 def test_a_join_that_one_part_refuses_changes_no_part():
     cache, other = rows(2), rows(1)
     other.caches[1].planes = {name: plane.astype(mx.bfloat16) for name, plane in other.caches[1].planes.items()}
@@ -132,14 +113,6 @@ def test_a_state_of_other_layouts_is_not_restored():
 def test_a_prefix_is_reused_where_every_part_can(tokens, wanted):
     assert rows(3).reusable(tokens) == wanted
     assert CompositeCache([rows(3)[1]]).reusable(2) == 2
-
-
-def test_bytes_are_the_sum_of_the_parts():
-    cache = rows(3, 2)
-    assert cache.nbytes == cache[0].nbytes + cache[1].nbytes == sum(a.nbytes for a in cache.arrays())
-    assert cache.live_bytes == cache[0].live_bytes + cache[1].live_bytes
-    assert LAYOUT.bytes_at(INFO, None, 3) == 8 + PARTS[1].layout.bytes_at(PARTS[1].info, None, 3)
-    assert cache.columns([1, 1]) == (cache[0].columns([1, 1]), cache[1].columns([1, 1]))
 
 
 # --- bind ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import attrs
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
@@ -230,17 +229,17 @@ def test_options_out_of_range_are_refused_with_what_is_allowed(given):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [32, 64])
-@pytest.mark.parametrize("tokens", [1, 256, 300])
-def test_predicted_bytes_are_allocated_bytes(bits, group, tokens):
+def test_predicted_bytes_are_allocated_bytes(bits, group):
+    """Of every format, also where scales have 16 bits; live ones are those of the tokens in the window."""
     options = QuantizedOptions(bits=bits, group_size=group)
     for layer in (LAYER, attrs.evolve(RING, window=280), attrs.evolve(LAYER, dtype=mx.bfloat16)):
         cache = QuantizedLayout().open(layer, options, slots=1, window=1)
         cache.add(1)
-        cache.begin([tokens], Positions((0,)))
-        cache.update_and_fetch(*(mx.ones((1, 2, tokens, size)).astype(layer.dtype) for size in (64, 128)))
-        cache.commit([tokens])
-        assert cache.nbytes == QuantizedLayout().bytes_at(layer, options, tokens)
-        held = min(tokens, layer.window or tokens)
+        cache.begin([300], Positions((0,)))
+        cache.update_and_fetch(*(mx.ones((1, 2, 300, size)).astype(layer.dtype) for size in (64, 128)))
+        cache.commit([300])
+        assert cache.nbytes == QuantizedLayout().bytes_at(layer, options, 300)
+        held = min(300, layer.window or 300)
         assert cache.live_bytes * cache.planes["keys"].shape[2] == cache.nbytes * held
 
 
@@ -251,17 +250,12 @@ def test_four_bits_are_less_than_a_third_of_16():
     assert packed <= 0.3 * 2 * (64 + 128) * 2 * 4096
 
 
-def test_the_layout_says_what_it_is():
+def test_both_kinds_are_packed_and_can_be_cut():
     layout = QuantizedLayout()
     assert (layout.name, layout.kinds, layout.options) == ("quantized", {"full", "rotating"}, QuantizedOptions)
     full, ring = (layout.open(layer, QuantizedOptions(), slots=2, window=3) for layer in (LAYER, RING))
     assert isinstance(full, QuantizedCache)
     assert isinstance(ring, QuantizedRing)
     assert ring.ring == Ring(window=8, slack=2)
-    for cache in (full, ring):
-        assert (cache.rows, cache.tokens, cache.nbytes, cache.live_bytes, cache.arrays()) == (0, (), 0, 0, [])
-        assert cache
-        assert cache.rewinds
-        assert not hasattr(cache, "bits")  # mlx-lm takes a cache that has some for one of its own
-        assert not hasattr(cache, "__len__")
-    assert np.isscalar(full.format.bits)
+    assert full.rewinds
+    assert ring.rewinds

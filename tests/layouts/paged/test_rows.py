@@ -13,22 +13,17 @@ from oarlock.layouts.tables import Plan
 LAYER = LayerInfo(index=0, path="0", kind="full", kv_heads=2, key_dim=4, value_dim=6, dtype=mx.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("return_array", "window"), [(False, None), (True, None), (False, 3)])
-@pytest.mark.parametrize(("held", "width"), [(0, 1), (0, 5), (6, 1), (30, 4), (64, 1)])
-def test_equal_rows_get_the_serial_graph(pool, held, width, rows, return_array, window):
-    """The same mask, offset and arrays as mlx-lm's serial cache, type for type, wherever the rows lie."""
-    ours, theirs = pool().group().caches[0], KVCache()
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("held", "width"), [(0, 5), (30, 4), (64, 1)])
+def test_equal_rows_get_the_very_bits_of_mlx_lm(pool, held, width, window):
+    """By gathered arrays, and row by row: what attention over its serial cache gives each row alone."""
+    ours, theirs, rows = pool().group().caches[0], KVCache(), 3
     ours.add(rows)
     for n in (held, width):
         if not n:
             continue
         ours.begin([n] * rows, Positions(ours.tokens))
-        options = {"return_array": return_array, "window_size": window}
-        mask, wanted = ours.make_mask(n, **options), theirs.make_mask(n, **options)
-        assert type(mask) is type(wanted)
-        assert mask.tolist() == wanted.tolist() if isinstance(wanted, mx.array) else mask == wanted
-        assert (type(ours.offset), ours.offset) == (type(theirs.offset), theirs.offset)
+        mask = ours.make_mask(n, window_size=window)
         arrays = [mx.random.normal((rows, 2, n, size)) for size in (4, 6)]
         serial = theirs.update_and_fetch(*arrays)
         fetched = ours.update_and_fetch(*arrays)
@@ -44,8 +39,6 @@ def test_equal_rows_get_the_serial_graph(pool, held, width, rows, return_array, 
             assert mx.array_equal(seen, mx.concatenate(alone))
         else:
             assert all(mx.array_equal(got, want) for got, want in zip(fetched, serial, strict=True))
-        assert [array.shape for array in fetched] == [array.shape for array in serial]
-        assert ours.offset == theirs.offset
         ours.commit([n] * rows)
 
 
@@ -87,17 +80,6 @@ def test_ragged_rows_get_the_very_bits_of_full(pool, lengths):
     np.testing.assert_allclose(*map(np.array, seen), rtol=1e-5, atol=1e-6)
 
 
-def test_a_padded_window_leaves_no_trace(pool):
-    """Rows of width 0 and narrow rows: the padding is dropped, never written into anybody's block."""
-    group = pool().group(14, 15, 30)
-    group.step([0, 3, 1])
-    group.step([1, 0, 5])
-    group.step([2, 2, 2], [0, 1, 2])
-    group.step([1, 1, 1])
-    group.check()
-    group.check_blocks()
-
-
 def check_padding(pool):
     group = pool.group(14, 15)
     group.step([1, 20], [1, 20])
@@ -116,17 +98,6 @@ def test_padding_that_is_written_is_found(pool, monkeypatch):
     monkeypatch.setattr(Plan, "source", lambda self: mx.arange(sum(self.widths)) if self.padded else None)
     with pytest.raises(AssertionError):
         check_padding(pool())
-
-
-@pytest.mark.parametrize("lengths", [(16,), (5, 5, 5), (12, 3, 47)])
-def test_rollback_then_append_equals_cold(pool, lengths):
-    """Any count of a window may be kept; blocks behind it are free at once."""
-    group = pool().group(*lengths)
-    for kept in ([0, 1, 20], [20, 0, 1], [20, 20, 0], [20, 20, 20]):
-        group.step([20] * len(lengths), kept[: len(lengths)])
-        group.check_blocks()
-        group.step([1] * len(lengths))
-    group.check()
 
 
 def test_an_aborted_forward_leaves_nothing(pool):
@@ -172,8 +143,8 @@ def test_what_is_asked_without_a_forward_is_refused(pool):
         cache.commit([1])
 
 
-@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [], [3], [3, 2, 1, 0], [1, 2, 3], [2, 0, 1]])
-def test_keep_takes_any_order_and_moves_nothing(pool, indices):
+@pytest.mark.parametrize("indices", [[], [3, 2, 1, 0], [2, 0, 1]])
+def test_a_keep_moves_nothing(pool, indices):
     group = pool().group(12, 30, 0, 17)
     arrays = [array for cache in group.caches for array in cache.arrays()]
     group.keep(indices)
@@ -181,9 +152,6 @@ def test_keep_takes_any_order_and_moves_nothing(pool, indices):
         a is b for a, b in zip(arrays, (array for cache in group.caches for array in cache.arrays()), strict=True)
     )
     group.check_blocks()
-    if indices:
-        group.step([1] * len(indices))
-        group.step([3] * len(indices), [i % 4 for i in range(len(indices))])
     group.check()
 
 
@@ -218,19 +186,14 @@ def test_rows_of_another_pool_are_copied_in(pool):
 
 
 @pytest.mark.parametrize("length", [1, 16, 37])
-def test_a_stored_row_survives_a_disk(pool, tmp_path, length):
-    """Its arrays and its meta are enough; restored by the engine's layout it stands in the engine's pool."""
+def test_a_row_from_elsewhere_stands_in_the_engines_pool(pool, length):
+    """Made of arrays and meta alone, by the engine's layout; by another one it has a pool of its own."""
     pool = pool()
     group = pool.group(length, 3)
-    read = []
-    for layer, state in enumerate(group.states(0)):
-        assert (state.layout, state.tokens) == ("paged", length)
-        arrays = state.arrays()
-        assert state.nbytes == sum(array.nbytes for array in arrays.values()) == length * 2 * (4 + 6) * 4
-        mx.save_safetensors(str(tmp_path / f"{layer}.safetensors"), arrays, state.meta())
-        arrays, meta = mx.load(str(tmp_path / f"{layer}.safetensors"), return_metadata=True)
-        read.append(RowState(layout="paged", tokens=length, arrays=arrays, meta=meta))
-    del state  # an owner too
+    states = group.states(0)
+    assert [state.nbytes for state in states] == [length * 2 * (4 + 6) * 4] * 2
+    read = [RowState(layout="paged", tokens=length, arrays=state.arrays(), meta=state.meta()) for state in states]
+    states.clear()  # owners too
     back = group.restored(read, group.lists[0])
     back.check_blocks(group)
     assert back.caches[0]._pages is group.caches[0]._pages
@@ -297,18 +260,6 @@ def test_a_projection_that_rounds_otherwise_is_found(pool, monkeypatch):
         test_predicted_bytes_are_allocated_bytes(pool, 16, 5_000)
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 1000])
-def test_a_lone_row_allocates_what_is_predicted(tokens):
-    layout = PagedLayout()
-    cache = layout.open(LAYER, PagedOptions(), slots=16, window=1)
-    cache.add(1)
-    cache.begin([tokens], Positions((0,)))
-    cache.update_and_fetch(mx.ones((1, 2, tokens, 4)), mx.ones((1, 2, tokens, 6)))
-    cache.commit([tokens])
-    wanted = layout.bytes_at(LAYER, PagedOptions(), tokens)
-    assert cache.nbytes == cache.live_bytes == sum(array.nbytes for array in cache.arrays()) == wanted
-
-
 def test_uneven_rows_take_little_more_than_their_tokens():
     """16 rows of 64 to 4,096 tokens: at most 1.15 times the sum of their lengths, growth included."""
     layout = PagedLayout()
@@ -372,10 +323,6 @@ def test_the_layout_says_what_it_is(pool):
     assert (layout.name, layout.kinds, layout.options) == ("paged", {"full"}, PagedOptions)
     assert layout.refuses(LAYER, PagedOptions()) is None
     assert "attention" in layout.refuses(LAYER, PagedOptions(reads="rows"))
-    cache = layout.open(LAYER, PagedOptions(), slots=3, window=5)
-    assert (cache.rows, cache.tokens, cache.nbytes, cache.live_bytes, cache.arrays()) == (0, (), 0, 0, [])
-    assert cache
-    assert not hasattr(type(cache), "__len__")
     group = pool().group(9)
     assert [group.caches[0].reusable(n) for n in (0, 4, 9, 12)] == [0, 4, 9, 9]
     assert group.caches[0].columns([1]) == pool().group(9).caches[0].columns([1]) != group.caches[0].columns([2])
