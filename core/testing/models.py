@@ -130,10 +130,10 @@ class Serial:
     gaps: tuple[float, ...]
 
 
-def serial(model: Any, prompt: Sequence[int], n: int) -> Serial:
-    """Generate ``n`` greedy tokens with mlx-lm's own generation and caches."""
+def serial(model: Any, prompt: Sequence[int], n: int, **options: Any) -> Serial:
+    """Generate ``n`` greedy tokens with mlx-lm's own generation, ``options`` its own: ``prompt_cache``, ``kv_bits``, ..."""
     tokens, best, gaps = [], [], []
-    for token, logprobs in generate_step(mx.array(list(prompt)), model, max_tokens=n):
+    for token, logprobs in generate_step(mx.array(list(prompt)), model, max_tokens=n, **options):
         two: Any = mx.sort(mx.topk(logprobs, 2)).tolist()
         tokens.append(int(token))
         best.append(two[1])

