@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from oarlock.core.contracts.layout import LayerInfo
 from oarlock.layouts.planes import Planes
 
 BITS = (2, 3, 4, 6, 8)
@@ -33,6 +34,25 @@ class Format:
         """Return the array again, in the dtype of the scales."""
         packed, scales, biases = (planes[name + part] for part in PARTS)
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+
+    def encode(self, keys: mx.array, values: mx.array) -> Planes:
+        """Return both packed."""
+        return {**self.pack("keys", keys), **self.pack("values", values)}
+
+    def decode(self, planes: Planes) -> tuple[mx.array, mx.array]:
+        """Return both again."""
+        return self.unpack("keys", planes), self.unpack("values", planes)
+
+    def refuses(self, layer: LayerInfo) -> str | None:
+        """Return which head size of ``layer`` cannot be packed, and what could; None where both can."""
+        for name, size in (("key", layer.key_dim), ("value", layer.value_dim)):
+            if not size:
+                return f"the layer showed no {name}s in the traced forward, so there is nothing known to pack"
+            if size % self.group_size:
+                fits = [str(group) for group in GROUPS if not size % group]
+                allowed = f"group_size may be {' or '.join(fits)}" if fits else f"it is a multiple of none of {GROUPS}"
+                return f"its {name} size {size} is no multiple of group_size {self.group_size}; {allowed}"
+        return None
 
     def bytes_of(self, size: int, scale: int) -> int:
         """Return the bytes of ``size`` numbers whose scales have ``scale`` bytes each."""

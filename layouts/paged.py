@@ -15,7 +15,9 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.blocks import Blocks, Share
-from oarlock.layouts.pages import Library, PagedOptions, PagedState, Pages, Pair, attends
+from oarlock.layouts.library import Library
+from oarlock.layouts.pages import PagedOptions, PagedState, Pages, attends, bytes_of, format_of
+from oarlock.layouts.planes import Planes
 from oarlock.layouts.reads import RowReads
 from oarlock.layouts.tables import Plan, Table, continued
 
@@ -32,30 +34,30 @@ class PagedCache:
         self._pages, self._blocks = pages, pages.blocks
         self._table = table
         self._plan: Plan | None = None
-        self._copied: Pair | None = None
+        self._copied: Planes = {}
         self._written = 0
 
     # --- what models see ------------------------------------------------------------------------------
 
     @property
     def keys(self) -> mx.array | None:
-        """The plane of the keys ``[1, H, blocks * size, D]``."""
+        """The plane of the keys ``[1, H, blocks * size, D]``, as they are stored."""
         self._pages.follow()
-        return self._pages.keys
+        return self._pages.planes.get("keys")
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self._pages.keys = keys
+        self._pages.planes["keys"] = keys
 
     @property
     def values(self) -> mx.array | None:
-        """The plane of the values ``[1, H, blocks * size, D]``."""
+        """The plane of the values likewise."""
         self._pages.follow()
-        return self._pages.values
+        return self._pages.planes.get("values")
 
     @values.setter
     def values(self, values: mx.array) -> None:
-        self._pages.values = values
+        self._pages.planes["values"] = values
 
     @property
     def offset(self) -> int | mx.array:
@@ -75,7 +77,7 @@ class PagedCache:
         if keys.shape[0] != len(plan.rows) or keys.shape[2] != plan.width:
             msg = f"got shape {keys.shape} for {len(plan.rows)} rows and a window of {plan.width}"
             raise ValueError(msg)
-        copied, self._copied = self._copied, None
+        copied, self._copied = self._copied, {}
         self._pages.write(plan, keys, values, copied)
         self._written = plan.width
         return self.keys_and_values()
@@ -84,12 +86,10 @@ class PagedCache:
         """Return what the last append returned: a view, a handle that attends row by row, or a copy."""
         plan, pages = self._opened, self._pages
         if spacing := plan.spacing():
-            return pages.view(plan, *spacing)
-        if not pages.attends:
-            return pages.gathered(plan)
-        assert pages.keys is not None
-        assert pages.values is not None
-        return RowReads(pages, plan, pages.keys), RowReads(pages, plan, pages.values)
+            return pages.handed(pages.view(plan, *spacing))
+        if pages.attends:
+            return RowReads(pages, plan, "keys"), RowReads(pages, plan, "values")
+        return pages.handed(pages.gathered(plan))
 
     # --- one forward ------------------------------------------------------------------------------------
 
@@ -104,11 +104,11 @@ class PagedCache:
         key = ("begin", weakref.ref(table), tuple(widths))
         plan = self._blocks.together(self._pages.number, key, lambda: Plan(self._blocks, table, widths, starts))
         self._plan, self._written = plan, 0
-        self._copied = self._pages.blocks_of(plan.copies()[0]) if plan.copied else None
+        self._copied = self._pages.blocks_of(plan.copies()[0]) if plan.copied else {}
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep ``kept[i]`` tokens of row i; blocks behind them are free again."""
-        plan, self._plan, self._copied, self._written = self._plan, None, None, 0
+        plan, self._plan, self._copied, self._written = self._plan, None, {}, 0
         if not any(kept):
             return
         if plan is None:
@@ -142,7 +142,8 @@ class PagedCache:
 
     def arrays(self) -> list[mx.array]:
         """Return the pages, once they exist."""
-        return [array for array in (self.keys, self.values) if array is not None]
+        self._pages.follow()
+        return list(self._pages.planes.values())
 
     def compact(self) -> None:
         """Give back all blocks that nobody owns."""
@@ -168,15 +169,16 @@ class PagedCache:
         if other._pages is self._pages:
             self._become(("join", weakref.ref(table), weakref.ref(theirs)), lambda: table.joined(theirs))
             return
-        rows = [other._pages.row(*row) if row[1] else None for row in zip(theirs.rows, theirs.tokens, strict=True)]
+        self._pages.check_format(other._pages.format)
+        rows = [other._pages.row(*row) if row[1] else {} for row in zip(theirs.rows, theirs.tokens, strict=True)]
         for row in rows:
-            if row is not None:
-                self._pages.check(*row)
+            if row:
+                self._pages.check(row)
         key = ("fill", weakref.ref(table), theirs.tokens)
         self._become(key, lambda: table.filled(self._blocks, theirs.tokens))
         for row, share in zip(rows, self._table.rows[len(table.rows) :], strict=True):
-            if row is not None:
-                self._pages.put(share, 0, *row)
+            if row:
+                self._pages.put(share, 0, row)
 
     def take(self, indices: Sequence[int]) -> PagedCache:
         """Return rows ``indices`` as a cache of their own on the same blocks: this very one when it is all of them."""
@@ -197,9 +199,8 @@ class PagedCache:
         blocks, full = self._blocks, tokens // self._blocks.size
         key = ("extract", weakref.ref(own), full)
         share = blocks.together(self._pages.number, key, lambda: Share(blocks, own.ids[:full], grows=False))
-        meta = {"path": self._pages.layer.path, "block_size": str(blocks.size)}
         held: dict[str, Any] = {"pages": self._pages, "share": share, "tail": self._pages.tail(own, tokens)}
-        return PagedState(layout="paged", tokens=tokens, arrays={}, meta=meta, **held)
+        return PagedState(layout="paged", tokens=tokens, arrays={}, meta=self._pages.meta(), **held)
 
     def reusable(self, tokens: int) -> int:
         """Return ``tokens``: any prefix of full attention is one."""
@@ -221,12 +222,12 @@ class PagedCache:
         return self._plan
 
     def _become(self, key: tuple[Any, ...], make: Callable[[], Table]) -> None:
-        self._plan, self._copied, self._written = None, None, 0
+        self._plan, self._copied, self._written = None, {}, 0
         self._table = self._blocks.together(self._pages.number, key, make)
 
 
 class PagedLayout:
-    """Registers as ``paged``; holds unbounded attention layers of any geometry.
+    """Registers as ``paged``; holds unbounded attention layers of any geometry, packed those whose heads fit the group.
 
     Caches that are opened for one bound layer share its pages, and all layers of an engine share their blocks, for as
     long as a cache or a stored row lives.
@@ -242,17 +243,15 @@ class PagedLayout:
         self._bound: dict[str, tuple[LayerInfo, PagedOptions]] = {}
 
     def refuses(self, layer: LayerInfo, options: PagedOptions) -> str | None:
-        """Return why attention row by row was asked for where it cannot be had, or None."""
+        """Return why attention row by row cannot be had, or which head size cannot be packed, or None."""
         self._bound[layer.path] = (layer, options)
         if options.reads == "rows" and not layer.attendable:
-            return (
-                "reads = 'rows' needs a layer whose attention receives what its cache returns; say 'auto' or 'gather'"
-            )
-        return None
+            return "reads = 'rows' needs a layer whose attention gets what its cache returns; say 'auto' or 'gather'"
+        return options.format.refuses(layer) if options.format is not None else None
 
     def attends(self, layer: LayerInfo, options: PagedOptions) -> bool:
-        """Return whether rows that no view covers attend one by one."""
-        return attends(layer, options)
+        """Return whether attention takes handles: on rows that no view covers, and wherever blocks are packed."""
+        return attends(layer, options) or (options.format is not None and layer.attendable)
 
     def open(self, layer: LayerInfo, options: PagedOptions | None, *, slots: int, window: int) -> PagedCache:
         """Return a cache without rows; it reserves nothing, and any window can be rolled back."""
@@ -261,30 +260,34 @@ class PagedLayout:
 
     def bytes_at(self, layer: LayerInfo, options: PagedOptions | None, tokens: int) -> int:
         """Return the bytes of the blocks of one row at ``tokens``."""
-        size = (options or PagedOptions()).block_size
-        each = layer.dtype.size if layer.dtype is not None else 2
-        return layer.kv_heads * (layer.key_dim + layer.value_dim) * each * (-(-tokens // size) * size)
+        size = (options := options or PagedOptions()).block_size
+        return layer.kv_heads * bytes_of(layer, options) * (-(-tokens // size) * size)
 
     def restore(self, state: RowState) -> PagedCache:
-        """Return a one-row cache on the state's own blocks, or on new ones where it holds arrays."""
+        """Return a one-row cache on the state's own blocks, or on new ones where it holds arrays.
+
+        Raises ValueError where the layer's blocks store numbers in another format.
+        """
         if isinstance(state, PagedState):
             pages, share = state.pages, state.share
             key: tuple[Any, ...] = ("restore", weakref.ref(share), state.tokens)
             table = pages.blocks.together(pages.number, key, lambda: continued(pages.blocks, share, state.tokens))
-            if state.tail is not None:
-                pages.put(table.rows[0], state.tokens // pages.blocks.size * pages.blocks.size, *state.tail)
+            if state.tail:
+                pages.put(table.rows[0], state.tokens // pages.blocks.size * pages.blocks.size, state.tail)
             return PagedCache(pages, table)
         meta, arrays = state.meta(), state.arrays()
         bound = self._bound.get(meta.get("path", ""))
         if bound is not None:
             pages = self._library.pages(*bound)
+            pages.check_format(format_of(meta))
         else:
             layer = LayerInfo(index=0, path="", kind="full")
-            pages = Pages(layer, Blocks(int(meta.get("block_size", PagedOptions().block_size))), attends=False)
+            blocks = Blocks(int(meta.get("block_size", PagedOptions().block_size)))
+            pages = Pages(layer, blocks, format_of(meta), attends=False)
         key = ("restore", state.tokens)
         table = pages.blocks.together(pages.number, key, lambda: Table().filled(pages.blocks, [state.tokens]))
         if arrays:
-            pages.put(table.rows[0], 0, arrays["keys"], arrays["values"])
+            pages.put(table.rows[0], 0, arrays)
         return PagedCache(pages, table)
 
 

@@ -1,13 +1,13 @@
-"""The blocks of one layer, as arrays: keys and values, and how attention reads them. Who owns a block is not theirs.
+"""The blocks of one layer, as arrays: keys and values, plain or packed. Who owns a block is not theirs.
 
 A plane is ``[1, H, blocks * size, D]``: block b is columns ``b * size`` to ``(b + 1) * size``, so a row whose blocks lie
-side by side is a slice, and rows at equal distances are one view.
+side by side is a slice, and rows at equal distances are one view. Packed, there are six planes, each with a D of its own.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -15,19 +15,31 @@ import numpy as np
 
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.blocks import Arrangement, Blocks, Share
+from oarlock.layouts.packed import GROUPS, Format, KeysValues
+from oarlock.layouts.planes import Planes
 from oarlock.layouts.tables import Plan, as_index, columns_of
 
-Pair = tuple[mx.array, mx.array]
 SIZES = (16, 32, 64, 128, 256)
 READS = ("auto", "gather", "rows")
+BITS = (4, 8)
 
 
 @attrs.frozen
 class PagedOptions:
-    """``block_size``: tokens a block. ``reads``: "rows" attends row by row, "gather" copies; "auto" prefers rows."""
+    """``block_size``: tokens a block. ``reads``: "rows" attends row by row, "gather" copies; "auto" prefers rows.
+
+    ``bits`` a number, None for those of the model; of packed numbers, ``group_size`` neighbours share a scale and a bias.
+    """
 
     block_size: int = attrs.field(default=32, validator=attrs.validators.in_(SIZES))
     reads: str = attrs.field(default="auto", validator=attrs.validators.in_(READS))
+    bits: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.in_(BITS)))
+    group_size: int = attrs.field(default=64, validator=attrs.validators.in_(GROUPS))
+
+    @property
+    def format(self) -> Format | None:
+        """How numbers are packed; None where they are not."""
+        return None if self.bits is None else Format(bits=self.bits, group_size=self.group_size)
 
 
 def attends(layer: LayerInfo, options: PagedOptions) -> bool:
@@ -35,22 +47,28 @@ def attends(layer: LayerInfo, options: PagedOptions) -> bool:
     return layer.attendable and options.reads != "gather"
 
 
+def bytes_of(layer: LayerInfo, options: PagedOptions) -> int:
+    """Return the bytes of one token of one head, keys and values."""
+    each, format_ = layer.dtype.size if layer.dtype is not None else 2, options.format
+    sizes = (layer.key_dim, layer.value_dim)
+    return sum(size * each if format_ is None else format_.bytes_of(size, each) for size in sizes)
+
+
 class Pages:
     """One layer's planes. Made at the first write; they follow the blocks' arrangement when they are next used."""
 
-    def __init__(self, layer: LayerInfo, blocks: Blocks, *, attends: bool) -> None:
+    def __init__(self, layer: LayerInfo, blocks: Blocks, format_: Format | None = None, *, attends: bool) -> None:
         """Open without arrays. ``attends``: attention of rows that no view covers is done row by row."""
-        self.layer, self.blocks, self.attends = layer, blocks, attends
+        self.layer, self.blocks, self.format, self.attends = layer, blocks, format_, attends
         self.number = blocks.enlist(self)
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.planes: Planes = {}
         self._arrangement: Arrangement = blocks.arrangement
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both planes."""
+        """Bytes of all planes."""
         self.follow()
-        return sum(int(plane.nbytes) for plane in (self.keys, self.values) if plane is not None)
+        return sum(int(plane.nbytes) for plane in self.planes.values())
 
     @property
     def block_bytes(self) -> int:
@@ -61,17 +79,50 @@ class Pages:
         """Return the bytes of so many tokens."""
         return self.block_bytes // self.blocks.size * tokens
 
-    def check(self, keys: mx.array, values: mx.array) -> None:
+    def meta(self) -> dict[str, str]:
+        """Return what restores rows into blocks like these."""
+        packed = self.format.meta() if self.format is not None else {}
+        return {"path": self.layer.path, "block_size": str(self.blocks.size), **packed}
+
+    # --- what numbers are stored as -----------------------------------------------------------------------
+
+    def encode(self, keys: mx.array, values: mx.array) -> Planes:
+        """Return both by name, packed where this layer is."""
+        return {"keys": keys, "values": values} if self.format is None else self.format.encode(keys, values)
+
+    def decode(self, planes: Planes) -> tuple[mx.array, mx.array]:
+        """Return keys and values as arrays."""
+        return (planes["keys"], planes["values"]) if self.format is None else self.format.decode(planes)
+
+    def handed(self, planes: Planes) -> tuple[Any, Any]:
+        """Return what attention gets: handles on packed planes where it takes them, else arrays."""
+        if self.format is not None and self.layer.attendable:
+            return KeysValues.pair(planes, self.format)
+        return self.decode(planes)
+
+    def outline(self, name: str) -> tuple[int, int, mx.Dtype]:
+        """Return heads, head size and dtype of the keys or values as attention knows them."""
+        plane, packed = self.planes[name if self.format is None else f"{name}.scales"], self.format
+        return plane.shape[1], plane.shape[3] * (packed.group_size if packed is not None else 1), plane.dtype
+
+    def check_format(self, format_: Format | None) -> None:
+        """Refuse rows that are stored in another format: they would have to be packed anew."""
+        if format_ != self.format:
+            msg = f"rows stored {named(format_)} cannot be put into blocks {named(self.format)}"
+            raise ValueError(msg)
+
+    def check(self, new: Planes) -> None:
         """Refuse a row of another geometry or dtype."""
-        for plane, new in ((self.keys, keys), (self.values, values)):
-            if plane is None:
-                continue
-            if plane.dtype != new.dtype:
-                msg = f"rows of dtype {new.dtype} cannot join rows of {plane.dtype}"
+        for name, plane in self.planes.items():
+            if plane.dtype != new[name].dtype:
+                msg = f"rows of dtype {new[name].dtype} cannot join rows of {plane.dtype}"
                 raise ValueError(msg)
-            if (plane.shape[1], plane.shape[3]) != (new.shape[1], new.shape[3]):
-                msg = f"got shape {new.shape}, heads and size of the others are {plane.shape[1]} and {plane.shape[3]}"
+            heads, size = plane.shape[1], plane.shape[3]
+            if (heads, size) != (new[name].shape[1], new[name].shape[3]):
+                msg = f"got shape {new[name].shape}, heads and size of the others are {heads} and {size}"
                 raise ValueError(msg)
+
+    # --- writes -------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Move the blocks to where they belong by now: one copy of each plane, whatever happened since."""
@@ -83,102 +134,89 @@ class Pages:
             here, stays = np.zeros(self._arrangement.capacity, np.int32), target >= 0
             here[target[stays]] = source[stays]
             source = here
-        if self.keys is None or self.values is None:
-            return
         if not self.blocks.capacity:
-            self.keys = self.values = None
-            return
-        moved = mx.array(source)
-        self.keys, self.values = self._gather(self.keys, moved), self._gather(self.values, moved)
+            self.planes = {}
+        elif self.planes:
+            self.planes = self._gathered(mx.array(source))
 
-    def write(self, plan: Plan, keys: mx.array, values: mx.array, copied: Pair | None) -> None:
+    def write(self, plan: Plan, keys: mx.array, values: mx.array, copied: Planes) -> None:
         """Write the window ``[B, H, N, D]``; padding is dropped, and first ``copied`` blocks go to their new owner."""
-        self._make(keys, values)
+        planes = self.encode(keys, values)
+        self._make(planes)
         at, source = plan.slots(), plan.source()
         stale = None if self.attends else plan.stale()
-        to = plan.copies()[1] if copied is not None else None
-        for side, (plane, new) in enumerate(((self.keys, keys), (self.values, values))):
-            assert plane is not None
+        to = plan.copies()[1] if copied else None
+        for name, new in planes.items():
+            plane = self.planes[name]
             if not new.size:  # MLX divides by zero where a scatter's rows have no width
                 continue
-            if copied is not None:
-                plane[:, :, to] = copied[side]
+            if copied:
+                plane[:, :, to] = copied[name]
             rows, heads, width, size = new.shape
             flat = new if rows == 1 else new.transpose(1, 0, 2, 3).reshape(1, heads, rows * width, size)
             plane[:, :, at] = flat if source is None else mx.take(flat, source, axis=2)
             if stale is not None:
                 plane[:, :, stale] = 0
 
-    def put(self, share: Share, start: int, keys: mx.array, values: mx.array) -> None:
+    def put(self, share: Share, start: int, planes: Planes) -> None:
         """Write tokens ``[1, H, T, D]`` from ``start`` to the end of a row, into blocks of its own."""
-        self._make(keys, values)
-        size, stop = self.blocks.size, start + keys.shape[2]
+        self._make(planes)
+        size, stop = self.blocks.size, start + next(iter(planes.values())).shape[2]
         at = as_index(columns_of(share.ids, start, stop, size))
         stale = columns_of(share.ids, stop, share.ids.size * size, size)
-        for plane, new in ((self.keys, keys), (self.values, values)):
-            assert plane is not None
+        for name, new in planes.items():
+            plane = self.planes[name]
             if not new.size:
                 continue
             plane[:, :, at] = new
             if stale.size and not self.attends:
                 plane[:, :, as_index(stale)] = 0
 
-    def tail(self, share: Share, tokens: int) -> Pair | None:
-        """Return a copy of the tokens in a row's last block, dispatched; None where it is full."""
-        count = tokens % self.blocks.size
-        copies = self.blocks_of(mx.array(share.ids[-1:])) if count else None
-        return (copies[0][:, :, :count], copies[1][:, :, :count]) if copies is not None else None
+    # --- reads: planes ``[1, H, T, D]``, or ``[B, H, S, D]`` of all rows ------------------------------------
 
-    def blocks_of(self, ids: mx.array) -> Pair | None:
-        """Return copies of blocks ``[1, H, n * size, D]``, dispatched: a pending reader makes a write copy the plane."""
+    def tail(self, share: Share, tokens: int) -> Planes:
+        """Return a copy of the tokens in a row's last block, dispatched; nothing where it is full."""
+        count = tokens % self.blocks.size
+        copies = self.blocks_of(mx.array(share.ids[-1:])) if count else {}
+        return {name: copy[:, :, :count] for name, copy in copies.items()}
+
+    def blocks_of(self, ids: mx.array) -> Planes:
+        """Return copies of blocks, dispatched: a pending reader makes a write copy the plane."""
         self.follow()
-        if self.keys is None or self.values is None:
-            return None
-        copies = (self._gather(self.keys, ids), self._gather(self.values, ids))
-        mx.async_eval(*copies)
+        copies = self._gathered(ids)
+        mx.async_eval(*copies.values())
         return copies
 
-    def row(self, share: Share, tokens: int) -> Pair:
-        """Return one row ``[1, H, tokens, D]``: a view where its blocks lie side by side, else a copy."""
+    def row(self, share: Share, tokens: int) -> Planes:
+        """Return ``tokens`` of one row: a view where its blocks lie side by side, else a copy."""
         self.follow()
         first = share.first
         return self.run(first, tokens) if first is not None else self.apart(mx.array(share.ids), tokens)
 
-    def run(self, first: int, tokens: int) -> Pair:
-        """Return ``tokens`` from block ``first`` on ``[1, H, tokens, D]``, without a copy."""
-        assert self.keys is not None
-        assert self.values is not None
+    def run(self, first: int, tokens: int) -> Planes:
+        """Return ``tokens`` from block ``first`` on, without a copy."""
         at = slice(first * self.blocks.size, first * self.blocks.size + tokens)
-        return self.keys[:, :, at], self.values[:, :, at]
+        return {name: plane[:, :, at] for name, plane in self.planes.items()}
 
-    def apart(self, ids: mx.array, tokens: int) -> Pair:
-        """Return the first ``tokens`` of blocks ``ids`` ``[1, H, tokens, D]``, copied."""
-        assert self.keys is not None
-        assert self.values is not None
-        return self._gather(self.keys, ids)[:, :, :tokens], self._gather(self.values, ids)[:, :, :tokens]
+    def apart(self, ids: mx.array, tokens: int) -> Planes:
+        """Return the first ``tokens`` of blocks ``ids``, copied."""
+        return {name: copy[:, :, :tokens] for name, copy in self._gathered(ids).items()}
 
-    def view(self, plan: Plan, first: int, step: int) -> Pair:
-        """Return all rows ``[B, H, S, D]`` without a copy; they lie ``step`` blocks apart."""
-        assert self.keys is not None
-        assert self.values is not None
+    def view(self, plan: Plan, first: int, step: int) -> Planes:
+        """Return all rows without a copy; they lie ``step`` blocks apart."""
         rows, size, columns = len(plan.rows), self.blocks.size, plan.starts.longest + plan.width
         if rows == 1:
             return self.row(plan.rows[0], columns)
         at = slice(first * size, (first + rows * step) * size)
-        return (
-            _by_row(self.keys[0, :, at], rows)[:, :, :columns],
-            _by_row(self.values[0, :, at], rows)[:, :, :columns],
-        )
+        return {name: _by_row(plane[0, :, at], rows)[:, :, :columns] for name, plane in self.planes.items()}
 
-    def gathered(self, plan: Plan) -> Pair:
-        """Return all rows ``[B, H, S, D]`` aligned left, copied."""
-        assert self.keys is not None
-        assert self.values is not None
-        rows, columns, grid = len(plan.rows), plan.starts.longest + plan.width, plan.grid()
-        return (
-            _by_row(self._gather(self.keys, grid)[0], rows)[:, :, :columns],
-            _by_row(self._gather(self.values, grid)[0], rows)[:, :, :columns],
-        )
+    def gathered(self, plan: Plan) -> Planes:
+        """Return all rows aligned left, copied."""
+        rows, columns, copies = len(plan.rows), plan.starts.longest + plan.width, self._gathered(plan.grid())
+        return {name: _by_row(copy[0], rows)[:, :, :columns] for name, copy in copies.items()}
+
+    def _gathered(self, ids: mx.array) -> Planes:
+        return {name: self._gather(plane, ids) for name, plane in self.planes.items()}
 
     def _gather(self, plane: mx.array, ids: mx.array) -> mx.array:
         """Return blocks ``ids`` of a plane, side by side: one copy, since a row of the flat plane is a block."""
@@ -188,14 +226,15 @@ class Pages:
         flat = plane.reshape(heads * blocks, self.blocks.size * width)
         return mx.take(flat, at, axis=0).reshape(1, heads, ids.size * self.blocks.size, width)
 
-    def _make(self, keys: mx.array, values: mx.array) -> None:
+    def _make(self, new: Planes) -> None:
         """Make the planes, or check that what comes is of their geometry."""
         self.follow()
         columns = self.blocks.capacity * self.blocks.size
-        if self.keys is None or self.values is None:
-            self.keys = mx.zeros((1, keys.shape[1], columns, keys.shape[3]), keys.dtype)
-            self.values = mx.zeros((1, values.shape[1], columns, values.shape[3]), values.dtype)
-        self.check(keys, values)
+        if not self.planes:
+            self.planes = {
+                name: mx.zeros((1, plane.shape[1], columns, plane.shape[3]), plane.dtype) for name, plane in new.items()
+            }
+        self.check(new)
 
 
 @attrs.frozen(kw_only=True)
@@ -207,18 +246,18 @@ class PagedState(RowState):
 
     pages: Pages = attrs.field(eq=False)
     share: Share = attrs.field(eq=False)
-    tail: Pair | None = attrs.field(eq=False)
+    tail: Planes = attrs.field(eq=False)
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return ``[1, H, tokens, D]`` of both, copied and dispatched."""
-        parts = [self.tail] if self.tail is not None else []
+        """Return every plane ``[1, H, tokens, D]``, copied and dispatched."""
+        parts = [self.tail] if self.tail else []
         if (full := self.share.ids.size * self.pages.blocks.size) > 0:
             parts.insert(0, self.pages.row(self.share, full))
         if not parts:
             return {}
-        keys, values = (mx.contiguous(mx.concatenate([part[side] for part in parts], axis=2)) for side in (0, 1))
-        mx.async_eval(keys, values)
-        return {"keys": keys, "values": values}
+        arrays = {name: mx.contiguous(mx.concatenate([part[name] for part in parts], axis=2)) for name in parts[0]}
+        mx.async_eval(*arrays.values())
+        return arrays
 
     @property
     def nbytes(self) -> int:
@@ -226,32 +265,14 @@ class PagedState(RowState):
         return self.pages.bytes_of(self.tokens)
 
 
-class Library:
-    """The pages of bound layers, for as long as a cache or a stored row lives. Layers of one model share their blocks."""
+def format_of(meta: Mapping[str, str]) -> Format | None:
+    """Return the format that `PagedState.meta` described; None for plain numbers."""
+    return Format.from_meta(meta) if "bits" in meta else None
 
-    def __init__(self) -> None:
-        """Know no layer."""
-        self._pages: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
-        self._latest: dict[int, tuple[weakref.ref[Blocks], int, tuple[int, ...]]] = {}
 
-    def pages(self, layer: LayerInfo, options: PagedOptions) -> Pages:
-        """Return the one that this very layer has, or a new one of ``options.block_size`` and ``options.reads``."""
-        pages = self._pages.get(id(layer))
-        if pages is None:
-            blocks = self._blocks(layer, options.block_size)
-            pages = Pages(layer, blocks, attends=attends(layer, options))
-            self._pages[id(layer)] = pages
-        return pages
-
-    def _blocks(self, layer: LayerInfo, size: int) -> Blocks:
-        """Return the blocks of the layers in front of this one, or new ones for the first layer of a model."""
-        place, thread = tuple(map(int, layer.path.split("."))), threading.get_ident()
-        latest = self._latest.get(size)
-        blocks = latest[0]() if latest is not None and latest[1] == thread and latest[2] < place else None
-        if blocks is None:
-            blocks = Blocks(size)
-        self._latest[size] = (weakref.ref(blocks), thread, place)
-        return blocks
+def named(format_: Format | None) -> str:
+    """Say how numbers are stored."""
+    return "plainly" if format_ is None else f"in {format_.bits} bits a number and groups of {format_.group_size}"
 
 
 def _by_row(plane: mx.array, rows: int) -> mx.array:

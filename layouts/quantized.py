@@ -42,13 +42,13 @@ class PackedPlanes(NamedPlanes, SlotCache):
 
     def encode(self, keys: mx.array, values: mx.array) -> Planes:
         """Quantize both."""
-        return {**self.format.pack("keys", keys), **self.format.pack("values", values)}
+        return self.format.encode(keys, values)
 
     def decode(self, planes: Planes) -> tuple[Any, Any]:
         """Return handles, or both dequantized."""
         if self.attends:
             return KeysValues.pair(planes, self.format)
-        return self.format.unpack("keys", planes), self.format.unpack("values", planes)
+        return self.format.decode(planes)
 
     def row_planes(self, row: int) -> Planes:
         """Return a dispatched copy of a row's planes."""
@@ -129,13 +129,9 @@ class QuantizedLayout:
 
     def refuses(self, layer: LayerInfo, options: QuantizedOptions) -> str | None:
         """Return which head size cannot be packed, and what could."""
-        for name, size in (("key", layer.key_dim), ("value", layer.value_dim)):
-            if not size:
-                return f"the layer showed no {name}s in the traced forward, so there is nothing known to pack"
-            if size % options.group_size:
-                fits = [str(group) for group in GROUPS if not size % group]
-                allowed = f"group_size may be {' or '.join(fits)}" if fits else f"it is a multiple of none of {GROUPS}"
-                return f"its {name} size {size} is no multiple of group_size {options.group_size}; {allowed}"
+        refusal = _format(options).refuses(layer)
+        if refusal is not None:
+            return refusal
         return ring_refusal(layer) if layer.kind == "rotating" else None
 
     def attends(self, layer: LayerInfo, options: QuantizedOptions) -> bool:
@@ -146,14 +142,14 @@ class QuantizedLayout:
         self, layer: LayerInfo, options: QuantizedOptions, *, slots: int, window: int
     ) -> QuantizedCache | QuantizedRing:
         """Return a cache without rows; a ring has room to roll back ``window`` tokens."""
-        format_ = Format(bits=options.bits, group_size=options.group_size)
+        format_ = _format(options)
         if layer.kind == "rotating":
             return QuantizedRing(slots, ring_of(layer, window), format_, attends=layer.attendable)
         return QuantizedCache(slots, format_, attends=layer.attendable)
 
     def bytes_at(self, layer: LayerInfo, options: QuantizedOptions, tokens: int) -> int:
         """Return the bytes of one row's planes at ``tokens``, reserve included; a ring's without a method's slack."""
-        format_ = Format(bits=options.bits, group_size=options.group_size)
+        format_ = _format(options)
         scale = layer.dtype.size if layer.dtype is not None else 2
         columns = min(round_up(tokens), layer.window or round_up(tokens))
         return (
@@ -173,6 +169,10 @@ def packed_of(meta: Mapping[str, str]) -> QuantizedCache | QuantizedRing:
     if "window" not in meta:
         return QuantizedCache(1, format_, attends=attends)
     return QuantizedRing(1, Ring(window=int(meta["window"]), keep=int(meta["keep"])), format_, attends=attends)
+
+
+def _format(options: QuantizedOptions) -> Format:
+    return Format(bits=options.bits, group_size=options.group_size)
 
 
 @hookimpl

@@ -9,7 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from oarlock.layouts.pages import Pages, Pair
+from oarlock.layouts.packed import KeysValues
+from oarlock.layouts.pages import Pages
+from oarlock.layouts.planes import Planes
 from oarlock.layouts.tables import Plan, Prefix
 
 MERGED_WIDTH = 8
@@ -23,9 +25,10 @@ class RowReads:
     would see alone.
     """
 
-    def __init__(self, pages: Pages, plan: Plan, plane: mx.array) -> None:
-        self.shape = (len(plan.rows), plane.shape[1], plan.starts.longest + plan.width, plane.shape[3])
-        self.dtype = plane.dtype
+    def __init__(self, pages: Pages, plan: Plan, name: str) -> None:
+        """Stand for the "keys" or the "values"."""
+        heads, size, self.dtype = pages.outline(name)
+        self.shape = (len(plan.rows), heads, plan.starts.longest + plan.width, size)
         self._pages, self._plan = pages, plan
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
@@ -50,20 +53,17 @@ class RowReads:
     def _alone(self, row: int, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Attention of one row's window [1, heads, N, D]: the serial graph over a slice of the planes."""
         plan, pages = self._plan, self._pages
-        assert pages.values is not None
         width = plan.widths[row]
         if not width:
-            return mx.zeros((*queries.shape[:3], pages.values.shape[3]), queries.dtype)
+            return mx.zeros((*queries.shape[:3], pages.outline("values")[1]), queries.dtype)
         first, tokens = plan.rows[row].first, plan.starts[row] + width
-        keys, values = pages.run(first, tokens) if first is not None else pages.apart(plan.row(row), tokens)
-        seen = mx.fast.scaled_dot_product_attention(
-            queries if width == plan.width else queries[:, :, :width],
-            keys,
-            values,
-            scale=scale,
-            mask=mask,
-            sinks=sinks,
-        )
+        planes = pages.run(first, tokens) if first is not None else pages.apart(plan.row(row), tokens)
+        own = queries if width == plan.width else queries[:, :, :width]
+        keys, values = pages.handed(planes)
+        if isinstance(keys, KeysValues):
+            seen = keys.attend(own, scale, mask, sinks)
+        else:
+            seen = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks)
         return mx.pad(seen, [(0, 0), (0, 0), (0, plan.width - width), (0, 0)]) if width < plan.width else seen
 
     def _merged(self, prefix: Prefix, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
@@ -73,18 +73,15 @@ class RowReads:
         flash attention does (Dao et al. 2022, section 3.1).
         """
         pages, size = self._pages, self._pages.blocks.size
-        assert pages.keys is not None
-        assert pages.values is not None
-        rows, kv_heads, width = len(prefix.rows), pages.keys.shape[1], queries.shape[2]
+        rows, kv_heads, width = len(prefix.rows), pages.outline("keys")[0], queries.shape[2]
         heads = queries.shape[1]
         mine = queries if rows == queries.shape[0] else mx.take(queries, mx.array(prefix.rows), axis=0)
         grouped = (mine * scale).reshape(rows, kv_heads, -1, mine.shape[3])  # (R, KV, G * N, D)
-        at = slice(prefix.first * size, (prefix.first + prefix.blocks) * size)
         stacked = grouped.transpose(1, 0, 2, 3).reshape(1, kv_heads, -1, mine.shape[3])  # (1, KV, R * G * N, D)
-        total, seen = _part(stacked, pages.keys[:, :, at], pages.values[:, :, at], None)
+        total, seen = _part(stacked, *pages.decode(pages.run(prefix.first, prefix.blocks * size)), None)
         total, seen = (x.reshape(kv_heads, rows, heads // kv_heads * width, -1).swapaxes(0, 1) for x in (total, seen))
         rests = [
-            _part(q, *self._rest(prefix, row), self._causal(row, prefix.blocks * size))
+            _part(q, *pages.decode(self._rest(prefix, row)), self._causal(row, prefix.blocks * size))
             for row, q in zip(prefix.rows, mx.split(grouped, rows), strict=True)
         ]
         own_total, own_seen = (mx.concatenate(list(parts)) for parts in zip(*rests, strict=True))
@@ -95,8 +92,8 @@ class RowReads:
         out = seen * mx.exp(total - both) + own_seen * mx.exp(own_total - both)
         return out.astype(queries.dtype).reshape(rows, heads, width, -1)
 
-    def _rest(self, prefix: Prefix, row: int) -> Pair:
-        """Return keys and values [1, KV, T, D] behind the prefix."""
+    def _rest(self, prefix: Prefix, row: int) -> Planes:
+        """Return what a row has behind the prefix [1, KV, T, D]."""
         plan, pages = self._plan, self._pages
         tokens = plan.starts[row] + plan.widths[row] - prefix.blocks * pages.blocks.size
         first = prefix.rests[row]
@@ -112,7 +109,7 @@ class RowReads:
         return ends[:, None] >= mx.arange(start + plan.widths[row])
 
 
-def _part(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> Pair:
+def _part(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
     """Attend over a part of the columns: log of the sum of exponentials [B, KV, M, 1], and what is seen [B, KV, M, D].
 
     ``queries`` [B, KV, M, D], M being heads of a group times tokens; ``mask`` [N, T].

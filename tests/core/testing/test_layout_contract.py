@@ -42,6 +42,21 @@ class TestPaged(LayoutContract):
     layout = "paged"
 
 
+class TestPagedPacked(LayoutContract):
+    """8 bits in blocks."""
+
+    layout = "paged"
+    options: ClassVar = {"bits": 8, "group_size": 64}
+
+
+@pytest.mark.long
+class TestPagedPackedTightly(LayoutContract):
+    """4 bits, gathered."""
+
+    layout = "paged"
+    options: ClassVar = {"bits": 4, "group_size": 32, "reads": "gather"}
+
+
 class TestRecurrent(LayoutContract):
     layout = "recurrent"
 

@@ -70,6 +70,7 @@ class Small:
     """Options of a block size that users cannot choose: edges come sooner."""
 
     reads = "auto"
+    format = None
 
     def __init__(self, size):
         self.block_size = size
@@ -158,7 +159,7 @@ class Group:
             for row, tokens in enumerate(self.lists):
                 if not tokens:
                     continue
-                arrays = cache._pages.row(cache._table.rows[row], len(tokens))
+                arrays = cache._pages.decode(cache._pages.row(cache._table.rows[row], len(tokens)))
                 for array, table in zip(arrays, (KEYS, VALUES), strict=True):
                     got = np.array(array)[0].transpose(1, 0, 2)  # (T, HEADS, D)
                     np.testing.assert_array_equal(got, table[layer][tokens])

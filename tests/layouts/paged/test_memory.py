@@ -190,7 +190,9 @@ def test_growth_is_amortised(engine):
 
 
 def test_reads_that_gather_are_found(engine, monkeypatch):
-    monkeypatch.setattr(PagedCache, "keys_and_values", lambda self: self._pages.gathered(self._opened))
+    monkeypatch.setattr(
+        PagedCache, "keys_and_values", lambda self: self._pages.decode(self._pages.gathered(self._opened))
+    )
     with pytest.raises(AssertionError):
         check_steps(engine, [1500] * 4)
 
@@ -201,7 +203,8 @@ def test_a_copy_that_is_left_pending_is_found(engine, monkeypatch):
     def lazily(self, ids):
         size = self.blocks.size
         slices = [slice(block * size, block * size + size) for block in ids.tolist()]
-        return tuple(mx.concatenate([plane[:, :, at] for at in slices], axis=2) for plane in (self.keys, self.values))
+        copies = {name: [plane[:, :, at] for at in slices] for name, plane in self.planes.items()}
+        return {name: mx.concatenate(parts, axis=2) for name, parts in copies.items()}
 
     monkeypatch.setattr(Pages, "blocks_of", lazily)
     with pytest.raises(AssertionError):

@@ -122,7 +122,7 @@ def test_two_softmaxes_make_one(dtype, with_sinks, width):
     assert len(cache._opened.prefixes()) == 1
     queries, sinks = draw(rows, heads, width, size), draw(heads) if with_sinks else None
     seen = keys.attend(queries, size**-0.5, mask, sinks)
-    whole = cache._pages.gathered(cache._opened)
+    whole = cache._pages.decode(cache._pages.gathered(cache._opened))
     options = {"scale": size**-0.5, "mask": mask, "sinks": sinks}
     usual = mx.fast.scaled_dot_product_attention(queries, *whole, **options)
     queries, *whole = (x.astype(mx.float32) for x in (queries, *whole))
