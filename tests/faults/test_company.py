@@ -84,7 +84,7 @@ def check_chunks(bench, monkeypatch, key, lengths, chunks):
 @pytest.mark.fault("B-09")
 def test_every_chunk_size_reads_every_position_once(bench, monkeypatch, storage):
     """Shorter than a window, a block of positions, a start of packing, and longer."""
-    check_chunks(bench, monkeypatch, storage, (7, 20), (1, 3, 5))
+    check_chunks(bench, monkeypatch, storage, (20,), (1, 3, 7))
 
 
 @pytest.mark.fault("B-09", twin=True)
@@ -232,7 +232,7 @@ def check_the_rule(bench, key, tolerance, shift=0):
     """Where a row of bfloat16 leaves what it says alone, the two best scores were nearer than ``tolerance``."""
     model = models.build(bench.STORAGES[key].name, **bench.STORAGES[key].changes)
     model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
-    prompts = bench.prompts([3 + i % 9 for i in range(12)], 97)
+    prompts = bench.prompts([3 + i % 9 for i in range(10)], 97)
     requests = [bench.ask(*prompt, n=6, sampling=SamplingParams(logprobs=2)) for prompt in prompts]
     layouts = bench.STORAGES[key].layouts
     serial = bench.engine(model, layouts=layouts, max_batch=1, verify=False).generate(requests)
