@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer
 from oarlock.core.contracts.layout import CacheLayout, LayerInfo
 from oarlock.core.errors import LayoutRefused
+from oarlock.core.manager import PluginSet
 from oarlock.core.testing.layouts.rows import Layers
 from oarlock.core.testing.layouts.toys import WINDOW, describe, toy
 from oarlock.core.testing.subjects import installed_with, name_of, resolved
@@ -46,6 +48,13 @@ class Case:
         toys = [toy(info, levels=self.subject.levels) for info in infos]
         return Layers(bound, toys, self.subject.tolerance)
 
+    def others(self) -> Iterator[Layers]:
+        """Bind the same layers to each other installed layout that holds their kind."""
+        for layout in self.subject.plugins().registries.layouts:
+            if self.kind in layout.kinds and layout.name != self.subject.name:
+                with contextlib.suppress(LayoutRefused):
+                    yield attrs.evolve(self, subject=Subject(layout.name)).layers()
+
     @property
     def attends(self) -> bool:
         """Whether the caches are what one attention asks: no parts, and as mlx-lm has them."""
@@ -77,9 +86,13 @@ class Subject:
         found: CacheLayout = resolved("layout", self.layout)
         return found
 
+    def plugins(self) -> PluginSet:
+        """Return the installed plugins, the layout among them."""
+        return installed_with("layout", self.layout)
+
     def bind(self, info: LayerInfo) -> BoundLayer:
         """Bind a layer as an engine does. Raises `errors.LayoutRefused`, or what options out of range raise."""
-        plugins = installed_with("layout", self.layout)
+        plugins = self.plugins()
         layout = self.resolved()
         if APART in layout.kinds:
             inner = bind_layer(info, None, EngineConfig(), plugins)

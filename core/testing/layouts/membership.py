@@ -85,6 +85,10 @@ class Membership:
                 stranger = case.layers(slots=states).open()
                 stranger.add(1)
                 self._refused(rows, stranger.caches[0], [2])
+        for layers in case.others() if case.attends else []:
+            stranger = layers.open()
+            stranger.add(1)
+            self._refused(rows, stranger.caches[0], [2])
         for changes in strange if case.attends else []:
             stranger = case.layers(**changes).open()
             stranger.enter(3)
@@ -119,6 +123,7 @@ class Membership:
         rows = case.layers().open()
         rows.add(3)
         rows.keep([2, 0])
+        rows.check_counts()
         rows.step([3, 5])
         rows.keep([1])
         rows.add(1)

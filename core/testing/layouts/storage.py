@@ -145,6 +145,12 @@ class Storage:
             rows.require(cache.live_bytes <= cache.nbytes, "more bytes are live than there are")
         for _ in range(3):
             rows.step([1, 1])
+        rows.keep([0])
+        rows.compact()
+        for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
+            most = bound.layout.bytes_at(bound.info, bound.options, 7)
+            rows.require(cache.nbytes <= most, f"a row of 7 tokens has {cache.nbytes} bytes, not {most}")
+        rows.enter(5)
         rows.enter(700, 2)
         rows.step([1] * 4)
         rows.keep([])
