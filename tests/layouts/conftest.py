@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -237,81 +236,3 @@ def packed_kind():
         )  # fmt: skip
 
     return make
-
-
-# --- random operations on caches of one slot a row ------------------------------------------------------------------
-
-
-def operate(draw, rows, make):
-    """Do one operation to both sides; every one leaves rows that must still be right."""
-    count, slack = rows.cache.rows, rows.kind.slack
-    chosen = draw.choice(["step"] * 5 + ["block", "join", "join", "add", "keep", "take", "restore", "compact", "abort"])
-    if chosen == "join" or not count:
-        lengths = [draw.choice([0, 1, 3, 7, 8, 9, 17, 40]) for _ in range(draw.randint(1, 3))]
-        other = make(lengths, slack=draw.choice([0, slack, 4]))
-        for _ in range(draw.choice([0, 0, 3])):
-            other.step([1] * len(lengths))
-        rows.join(other)
-    elif chosen in {"step", "block"}:
-        most = slack + 1 if chosen == "step" else slack + 8
-        widths = [draw.randint(0, most) for _ in range(count)] if draw.random() < 0.6 else [most] * count
-        widths[draw.randrange(count)] = max(1, *widths)
-        rows.step(widths, [draw.randint(0, width) for width in widths] if draw.random() < 0.5 else None)
-    elif chosen == "add":
-        rows.add(draw.randint(1, 2))
-    elif chosen == "keep":
-        rows.keep(draw.sample(range(count), draw.randint(0, count)))
-    elif chosen == "take":
-        part = rows.take(draw.sample(range(count), draw.randint(1, count)))
-        if part.cache is not rows.cache:
-            part.step([1] * part.cache.rows)
-            part.check()
-    elif chosen == "restore":
-        rows.join(rows.restored(draw.randrange(count)))
-    elif chosen == "compact":
-        rows.cache.compact()
-    elif chosen == "abort":
-        rows.forward([rows.tokens(width) for width in [draw.choice([1, 2, 9])] * count])
-        rows.cache.commit([0] * count)
-
-
-def check_random(mirror, kind_of, windows, sequences):
-    """Sequences of operations over ``windows``; ``kind_of(window, keep, slack)`` is what is tested."""
-    for seed in range(sequences):
-        draw = random.Random(seed)
-        window = draw.choice(windows)
-        keep = draw.choice([0, 0, 0, min(2, window - 1)]) if window else 0
-
-        def make(lengths=(), slack=0, window=window, keep=keep):
-            made = mirror(kind=kind_of(window, keep, slack))
-            if lengths:
-                made.join(mirror(lengths=lengths, kind=kind_of(window, keep, 0)))
-            return made
-
-        rows = make(slack=draw.choice([0, 0, 1, 4]))
-        try:
-            check_sequence(draw, rows, make)
-        except (AssertionError, ValueError, IndexError) as error:
-            msg = f"sequence {seed}, window {window}, keep {keep}: {type(error).__name__}: {error}"
-            raise AssertionError(msg) from error
-
-
-def check_sequence(draw, rows, make):
-    for _ in range(16):
-        if rows.cache.rows > 6:
-            rows.keep(range(3))
-        operate(draw, rows, make)
-        assert rows.cache.tokens == tuple(map(len, rows.lists))
-    if rows.cache.rows:
-        rows.step([1] * rows.cache.rows)
-    rows.check()
-
-
-@pytest.fixture
-def random_check(mirror):
-    """Run `check_random` for kinds of caches."""
-
-    def check(kind_of, windows=(1, 2, 4, 8), sequences=100):
-        check_random(mirror, kind_of, windows, sequences)
-
-    return check

@@ -7,16 +7,17 @@ import mlx.core as mx
 import pytest
 
 from oarlock.core.contracts.layout import Positions
+from oarlock.layouts.full import FullCache
 from oarlock.layouts.packed import Format
 from oarlock.layouts.quantized import QuantizedCache, QuantizedRing
 from oarlock.layouts.rings import Ring
 from oarlock.layouts.rotating import RotatingCache
 
-HEADS, SIZE, COLUMNS, SLOTS = 4, 64, 4096, 8
+HEADS, SIZE, COLUMNS, SLOTS = 4, 64, 1024, 8
 
 
 def ring(slots):
-    """Slack for windows of five: with none, 4,096 columns are the window."""
+    """Slack for windows of five: with none, 1,024 columns are the window."""
     return RotatingCache(slots, Ring(window=COLUMNS - 4, slack=4))
 
 
@@ -28,7 +29,7 @@ def packed_ring(slots):
     return QuantizedRing(slots, Ring(window=COLUMNS - 4, slack=4), Format(bits=8, group_size=64), attends=True)
 
 
-OPENERS = {"rotating": ring, "quantized": packed, "quantized ring": packed_ring}
+OPENERS = {"full": FullCache, "rotating": ring, "quantized": packed, "quantized ring": packed_ring}
 
 
 @pytest.fixture(params=OPENERS)
@@ -120,20 +121,20 @@ def check_steps(make, lengths):
 
 def check_join(make):
     """A wrapped row and a short one join a running batch, between two pipelined steps."""
-    cache = filled(make, [3000, 9000, 20])
+    cache = filled(make, [750, 2250, 20])
 
     def run(joiner):
         out = step(cache)
         cache.join(joiner, [cache.rows])
         step(cache, out).tolist()
 
-    for length in (1000, 9000):
+    for length in (250, 2250):
         joiner = lone(make, length)
         assert peak_of(lambda joiner=joiner: run(joiner)) < 2 * row_bytes(cache)
 
 
 def check_leave(make, indices):
-    cache = filled(make, [3000, 9000, 20, 700, 50])
+    cache = filled(make, [750, 2250, 20, 175, 50])
 
     def run():
         step(cache).tolist()
@@ -145,7 +146,7 @@ def check_leave(make, indices):
 
 def check_rollback(make, kept):
     """A window of five, of which some or none are kept, then a step."""
-    cache = filled(make, [3000, 9000, 20])
+    cache = filled(make, [750, 2250, 20])
 
     def run():
         out = others(write(cache, 5))
@@ -158,7 +159,7 @@ def check_rollback(make, kept):
 
 def check_extract(make):
     """A row is stored while its batch goes on: its own bytes and no more."""
-    cache = filled(make, [3000, 9000, 20])
+    cache = filled(make, [750, 2250, 20])
     states = []
 
     def run():
@@ -184,7 +185,7 @@ def check_graph(make):
     assert edges[0] == edges[1], f"edges grew from {edges[0]} to {edges[1]}"
 
 
-@pytest.mark.parametrize("lengths", [[5000] * 4, [5000, 9000, 20, 7]], ids=["equal", "ragged"])
+@pytest.mark.parametrize("lengths", [[1250] * 4, [1250, 2250, 20, 7]], ids=["equal", "ragged"])
 def test_a_step_copies_nothing(opened, lengths):
     check_steps(opened, lengths)
 
@@ -207,13 +208,17 @@ def test_an_extract_copies_its_row_only(opened):
     check_extract(opened)
 
 
+@pytest.mark.fault("K-02")
 def test_600_steps_leave_no_graph(opened):
+    """Lists, lengths and offsets that nobody evaluates would grow a graph without end."""
     check_graph(opened)
 
 
 def test_adopting_a_lone_row_moves_no_bytes(opened):
-    cache = lone(opened, 9000)
+    cache = lone(opened, 2250)
+    arrays = cache.arrays()
     assert peak_of(lambda: cache.take([0]).keep([0])) == 0
+    assert all(before is after for before, after in zip(arrays, cache.arrays(), strict=True))
     assert cache.take([0]) is cache
 
 
@@ -274,16 +279,21 @@ class CountsLazily(RotatingCache):
 @pytest.mark.parametrize(
     ("check", "broken"),
     [
-        (lambda make: check_steps(make, [5000, 9000, 20, 7]), Copies),
+        (lambda make: check_steps(make, [1250, 2250, 20, 7]), Copies),
         (check_join, CopiesOnJoin),
         (lambda make: check_leave(make, [4, 1, 2, 3]), MovesLazily),
         (lambda make: check_rollback(make, [0, 3, 5]), CopiesOnRollback),
         (check_extract, ExtractsLazily),
-        (check_graph, CountsLazily),
     ],
-    ids=["step", "join", "leave", "rollback", "extract", "graph"],
+    ids=["step", "join", "leave", "rollback", "extract"],
 )
 def test_a_ring_that_copies_is_found(check, broken):
     """The same checks on rings that copy must fail."""
     with pytest.raises(AssertionError):
         check(lambda slots: broken(slots, Ring(window=COLUMNS - 4, slack=4)))
+
+
+@pytest.mark.fault("K-02", twin=True)
+def test_a_cache_whose_graph_grows_is_found():
+    with pytest.raises(AssertionError):
+        check_graph(lambda slots: CountsLazily(slots, Ring(window=COLUMNS - 4, slack=4)))

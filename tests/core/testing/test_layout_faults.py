@@ -79,6 +79,24 @@ class AlwaysArray(FullCache):
         return super().make_mask(N, True, window_size) if N > 1 else mx.ones((1, 1), dtype=mx.bool_)
 
 
+class CountsTheOthers(FullCache):
+    """Where it holds nothing yet, makes a placeholder with as many rows as the joiner has."""
+
+    def join(self, other, slots):
+        if self.keys is None:
+            self._set_tokens((0,) * other.rows)
+        super().join(other, range(self.rows, self.rows + other.rows))
+
+
+class FiltersBelowZero(FullCache):
+    """Takes padding away from a row that has none yet."""
+
+    def keep(self, indices):
+        super().keep(indices)
+        if self.keys is None:
+            self._set_tokens(tuple(tokens - 3 for tokens in self._tokens))
+
+
 class ForgetsTheLast(FullCache):
     """Of several joiners the last is a copy of the one before."""
 
@@ -318,6 +336,8 @@ PLANTED = [
     (Cached(AlwaysArray), "test_a_lone_row"),
     (Cached(AlwaysArray), "test_rows_of_one_length"),
     (Cached(ForgetsTheLast), "test_rows_join_together"),
+    (Cached(CountsTheOthers), "test_rows_join"),
+    (Cached(FiltersBelowZero), "test_rows_leave_before"),
     (Cached(JoinsAnywhere), "test_a_join_that_cannot_be"),
     (Cached(OnePosition), "test_positions_are"),
     (Cached(GivesNothingBack), "test_what_is_not_needed"),

@@ -1,4 +1,4 @@
-"""Any life of rows that reach their stop: right beside plain lists of tokens, and wrong caches are found."""
+"""A life of rows that reach their stop at different times, and the faults that it finds."""
 
 import attrs
 import mlx.core as mx
@@ -6,22 +6,6 @@ import pytest
 
 from oarlock.layouts.delayed import DelayedCache
 from oarlock.layouts.mixed import SharedKeysValues
-
-
-@pytest.mark.parametrize("attends", [True, False], ids=["handles", "arrays"])
-@pytest.mark.parametrize("stop", [1, 5, 12])
-def test_any_order_of_operations_holds(random_check, delayed_kind, stop, attends):
-    """Beside plain lists of tokens per row, against attention over what each row is stored as at that time."""
-    random_check(
-        lambda window, keep, slack: delayed_kind(window, keep, slack, stop=stop, attends=attends),
-        windows=(None, None, 4, 8),
-        sequences=8,
-    )
-
-
-@pytest.mark.long
-def test_any_order_of_operations_holds_for_long(random_check, delayed_kind):
-    random_check(lambda *args: delayed_kind(*args, stop=9), windows=(None, 1, 2, 4, 8), sequences=600)
 
 
 def check_life(make, forms):
