@@ -74,6 +74,8 @@ class RingCache(SlotCache):
         block, self._block = self._block, None
         if block is not None and any(kept):
             self.ring, columns = self.ring.after_block(self._starts, kept)
+            if isinstance(columns, slice):  # as a view it would keep the whole block
+                columns = mx.arange(columns.start, columns.stop, dtype=mx.int32)
             part = picked(block, self.rows, columns)
             self._reserve_columns(next(iter(part.values())).shape[2], part)
             self._write(part, 0)

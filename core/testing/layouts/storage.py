@@ -121,6 +121,18 @@ class Storage:
             fits = cache.nbytes < 2 * said or case.kind == "chunked"  # which keeps a prompt until a block is over
             lone.require(fits, f"bytes_at({length}) is {said}, {cache.nbytes} were allocated")
 
+    def test_the_device_counts_the_same_bytes(self, case: Case) -> None:
+        """What was said of a row is within a tenth of what the device has more for it."""
+        layers = case.layers()
+        before = _active()
+        rows = layers.open()
+        _enter_unchecked(rows, LONG)
+        rows.evaluate()
+        rows.compact()
+        more = _active() - before
+        said = sum(b.layout.bytes_at(b.info, b.options, LONG) for b in layers.bound)
+        rows.require(abs(more - said) <= max(said // 10, SMALL), f"bytes_at({LONG}) is {said}, the device has {more}")
+
     def test_bytes_of_tokens_add_up(self, case: Case) -> None:
         """Rows of one length need the same; a row without tokens needs none, where rows begin at columns of their own."""
         one, two = case.layers().open(), case.layers().open()
