@@ -192,8 +192,10 @@ class Forwards:
         described = {cache.columns([1, 1]) for rows in (first, second) for cache in rows.caches}
         first.require(len(described) == 1, f"the columns of one history are described as {described}")
         if case.kind == "full":
-            wider = first.caches[0].columns([3, 3])
-            first.require({wider}.isdisjoint(described), "a wider forward reads the same columns")
+            read = [first.caches[0].columns(widths) for widths in ([1, 1], [2, 2], [3, 3], [1, 4], [9, 9])]
+            first.step([4, 4])
+            read += [first.caches[0].columns([width, width]) for width in (1, 6)]
+            first.require(len(set(read)) == len(read), f"wider or later forwards are described as {read}")
 
 
 def _serial(info: LayerInfo) -> Any:
