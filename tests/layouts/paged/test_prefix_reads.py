@@ -100,14 +100,15 @@ def test_only_what_is_gathered_counts_towards_a_new_arrangement(pool, monkeypatc
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_two_softmaxes_make_one(dtype, with_sinks, width):
+@pytest.mark.parametrize("bits", [None, 4])
+def test_two_softmaxes_make_one(dtype, with_sinks, width, bits):
     """Three heads on each of two key heads: it errs no more than twice what one softmax errs in that precision."""
     heads, kv_heads, size, rows, tokens = 6, 2, 32, 3, 70
     mx.random.seed(3)
     layer = LayerInfo(
         index=0, path="0", kind="full", kv_heads=kv_heads, key_dim=size, value_dim=size, dtype=dtype, attendable=True
     )
-    layout, options = PagedLayout(), PagedOptions(block_size=16)
+    layout, options = PagedLayout(), PagedOptions(block_size=16, bits=bits, group_size=32)
     draw = lambda *shape: (2 * mx.random.normal(shape)).astype(dtype)  # noqa: E731
     parent, cache = (layout.open(layer, options, slots=1, window=1) for _ in range(2))
     parent.add(1)
