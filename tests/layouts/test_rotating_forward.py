@@ -1,12 +1,10 @@
-"""What models see of `rotating` beyond the kit: the very columns of mlx-lm's ring, and what a block and padding leave."""
+"""What models see of `rotating` beyond the kit: the very columns of mlx-lm's ring, and what is kept of a block."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
 from oarlock.core.contracts.layout import Positions
-from oarlock.layouts.planes import picked
 from oarlock.layouts.rings import Ring
 from oarlock.layouts.rotating import RotatingCache
 
@@ -92,23 +90,6 @@ def test_blocks_can_be_cut_too(mirror, ring_kind):
     rows.check()
 
 
-def check_padding(make):
-    """A short row beside a long one in shared forwards, padded to its width."""
-    rows = make()
-    rows.add(2)
-    for widths in ([4, 4], [1, 4], *[[0, 4]] * 8, [1, 1]):
-        rows.step(widths)
-    rows.check()
-    rows.cache.begin([1, 1], Positions(rows.cache.tokens))
-    mask = np.array(rows.cache.make_mask(1))
-    assert mask[0, 0, 0].sum() == len(rows.lists[0]) + 1 == WINDOW - 1
-
-
-@pytest.mark.fault("D-02")
-def test_padding_pushes_nothing_out(mirror, ring_kind):
-    check_padding(lambda: mirror(kind=ring_kind()))
-
-
 # --- twins -------------------------------------------------------------------------------------------------------------
 
 
@@ -129,26 +110,7 @@ class OtherOrder(RotatingCache):
             self.planes = {name: mx.roll(plane, 1, axis=2) for name, plane in self.planes.items()}
 
 
-class StoresPadding(RotatingCache):
-    """Counts padding as tokens: it takes places of the window."""
-
-    def commit(self, kept):
-        wide = [self._written] * self.rows
-        if self._block is not None:
-            self.ring, columns = self.ring.after_block(self._starts, wide)
-            part, self._block = picked(self._block, self.rows, columns), None
-            self._reserve_columns(WINDOW, part)
-            self._write(part, 0)
-        super().commit(kept)
-
-
 @pytest.mark.parametrize("broken", [AlwaysArray, OtherOrder])
 def test_a_ring_that_changes_the_serial_graph_is_found(broken):
     with pytest.raises(AssertionError):
         check_serial_graph(broken, SCHEDULES["long prompt"])
-
-
-@pytest.mark.fault("D-02", twin=True)
-def test_a_ring_that_stores_padding_is_found(mirror, ring_kind):
-    with pytest.raises(AssertionError):
-        check_padding(lambda: mirror(kind=ring_kind(cache_type=StoresPadding)))
