@@ -119,6 +119,7 @@ HEADS = {"head_dim": 32}
 BLOCKS = {"full": {"name": "paged", "block_size": 16}}
 PARTS = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}
 STORAGES = {
+    "full": Storage("tiny-full"),
     "rings": Storage("tiny-ring"),
     "packed": Storage("tiny-full", HEADS, packing("quantized"), False),
     "packed rings": Storage("tiny-ring", HEADS, packing("quantized"), False),
@@ -133,7 +134,7 @@ STORAGES = {
     "packed parts": Storage("falcon_h1", {**PARTS, **HEADS}, packing("quantized"), False),
     "chunks": Storage("llama4"),
 }
-"""Every layout beside `full`, each where a model has layers of its kind."""
+"""Every layout, each where a model has layers of its kind."""
 
 
 @functools.cache

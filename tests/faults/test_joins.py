@@ -1,4 +1,4 @@
-"""Kind F again, for every storage, on real layers: rows with and without a past stand side by side, in their own dtype."""
+"""Kind F, for every storage, on real layers: rows with and without a past stand side by side, in their own dtype."""
 
 import contextlib
 
@@ -120,7 +120,7 @@ def test_rows_leave_before_their_first_token(bench, group, storage):
     check_early_leave(bench, group(bench, storage), storage)
 
 
-PLANTED = ["rings", "packed", "delayed", "blocks", "states", "parts", "chunks"]
+PLANTED = ["full", "rings", "packed", "delayed", "blocks", "states", "parts", "chunks"]
 """One storage for each type of cache."""
 
 
@@ -199,7 +199,7 @@ def check_dtypes(bench, key, dtype, plant=lambda of: None):
 
 
 @pytest.mark.fault("F-08")
-@pytest.mark.parametrize("key", ["rings", "packed rings", "blocks", "states", "parts"])
+@pytest.mark.parametrize("key", ["full", "rings", "packed rings", "blocks", "states", "parts"])
 def test_no_change_turns_a_cache_into_float32(bench, key):
     for dtype in (mx.bfloat16, mx.float16) if key == "packed rings" else (mx.bfloat16,):
         check_dtypes(bench, key, dtype)
