@@ -35,7 +35,7 @@ class LayoutContract(Forwards, Membership, Storage):
     ``layout`` is an object, or the name of an installed one; ``options`` as they stand in a config file.
     ``tolerance`` is how far, as a share, what attention gives may be from exact storage: 0 is rounding alone. Where it
     is more, rows are compared with themselves, stored alone, to the last bits. ``levels``: keys and values are 1 or -1,
-    which affine codes store exactly; False: normally distributed. ``parts``: kinds of a composite layer's caches.
+    which affine codes of 3 bits and more store exactly; False: normally distributed. ``parts``: kinds of a composite layer's caches.
     """
 
     layout: ClassVar[CacheLayout | str]

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from oarlock.core.contracts.layout import KeyValues, LayerInfo
@@ -108,11 +109,12 @@ class Forwards:
         rows.step([2, 1])
         rows.check()
 
-    def test_half_precision_stays_what_it_is(self, case: Case) -> None:
+    @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+    def test_half_precision_stays_what_it_is(self, case: Case, dtype: Any) -> None:
         """Rows of 16 bits join, are cut, stored and put back as such, and what is read has their dtype."""
         if not case.attends:
             return
-        rows = case.layers(dtype=mx.float16).open(window=DRAFT)
+        rows = case.layers(dtype=dtype).open(window=DRAFT)
         rows.enter(12, 3, 0)
         rows.step([3, 5, 2], [1, 0, 2])
         states, pieces = rows.states(1), list(rows.pieces[1])
@@ -124,7 +126,7 @@ class Forwards:
         rows.begin([1, 1, 1])
         for toy, cache in zip(rows.layers.toys, rows.caches, strict=True):
             read = toy.append(cache, new)  # type: ignore[attr-defined]
-            rows.require({each.dtype for each in read} == {mx.float16}, f"{read[0].dtype} is read of float16")
+            rows.require({each.dtype for each in read} == {dtype}, f"{read[0].dtype} is read of {dtype}")
         rows.commit([0, 0, 0])
 
     def test_rows_grow_past_what_was_reserved(self, case: Case) -> None:

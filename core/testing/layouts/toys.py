@@ -55,7 +55,7 @@ class Attention:
 
     @classmethod
     def of(cls, info: LayerInfo, *, levels: bool) -> Attention:
-        """Draw the tables ``[V, H, D]``. ``levels``: all numbers are 1 or -1, which any affine code stores exactly."""
+        """Draw the tables ``[V, H, D]``. ``levels``: all numbers are 1 or -1, which affine codes of 3 bits and more store exactly."""
         draw = np.random.default_rng(100 + info.index)
         sizes = ((info.kv_heads, info.key_dim), (info.kv_heads, info.value_dim))
         tables = [draw.normal(size=(VOCABULARY, *size)).astype(np.float32) for size in sizes]

@@ -16,7 +16,7 @@ class TestRotating(LayoutContract):
 
 
 class TestQuantized(LayoutContract):
-    """8 bits; every code stores 1 and -1 as they are."""
+    """8 bits, which store 1 and -1 as they are."""
 
     layout = "quantized"
 
