@@ -20,7 +20,7 @@ def line_of(error: BaseException, model: Any) -> str | None:
     files = _files(model)
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code.co_filename in files:
-            return _shown(frame.f_code.co_filename, line)
+            return shown(frame.f_code.co_filename, line)
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("mlx", "numpy"):
             return None
     return None
@@ -41,7 +41,7 @@ def one_position_for_all(model: Any) -> Iterator[list[str]]:
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mlx":
             frame = frame.f_back
         if frame is not None and frame.f_code.co_filename in files:
-            lines.append(_shown(frame.f_code.co_filename, frame.f_lineno))
+            lines.append(shown(frame.f_code.co_filename, frame.f_lineno))
 
     def rotating(x: mx.array, *args: Any, **named: Any) -> mx.array:
         if x.shape[0] > 1:
@@ -62,12 +62,34 @@ def one_position_for_all(model: Any) -> Iterator[list[str]]:
         setattr(mx, "arange", arange)  # noqa: B010 - likewise
 
 
+@contextlib.contextmanager
+def lines_run(model: Any) -> Iterator[set[tuple[str, int]]]:
+    """Collect the lines of the model's own files that this thread runs, each as its file and number."""
+    files, seen = _files(model), set()
+
+    def inside(frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line":
+            seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return inside
+
+    def called(frame: FrameType, _event: str, _argument: Any) -> Any:
+        return inside if frame.f_code.co_filename in files else None
+
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+def shown(file: str, line: int) -> str:
+    """Return a line with its place, as messages show it."""
+    return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
+
+
 def _files(model: Any) -> set[str]:
     """Return the files of the modules that define the model's parts, those of mlx itself apart."""
     modules = {type(part).__module__ for part in model.modules()}
     found = (sys.modules.get(name) for name in modules if name.partition(".")[0] != "mlx")
     return {file for module in found if (file := getattr(module, "__file__", None))}
-
-
-def _shown(file: str, line: int) -> str:
-    return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"

@@ -15,7 +15,7 @@ import structlog
 
 from oarlock.core import rehearsal
 from oarlock.core.errors import ModelNotBatchable
-from oarlock.core.evidence import line_of, one_position_for_all
+from oarlock.core.evidence import line_of, lines_run, one_position_for_all, shown
 from oarlock.core.forward import ForwardFailed
 from oarlock.core.rehearsal import Prompt, State, Trace
 
@@ -104,10 +104,23 @@ def _forces_apart(bound: BoundModel, expected: Sequence[Trace], long: Prompt, sh
     except ModelNotBatchable:
         with one_position_for_all(bound.model) as lines:
             rehearsal.company(bound, long, short)
-        if not lines:
-            raise
-        return f"{lines[0]} takes one position for all rows"
+        if lines:
+            return f"{lines[0]} takes one position for all rows"
+        if lines := _only_without_state(bound, long, short):
+            return f"{', '.join(lines)}: run only for rows that have no state yet, and matter"
+        raise
     return ""
+
+
+def _only_without_state(bound: BoundModel, long: Prompt, short: Prompt) -> list[str]:
+    """Return the lines that run only where there is no state, if a row with a state of zeros gets other scores."""
+    runs = []
+    for beside in (None, long):
+        caches = rehearsal.beginning(bound, beside)
+        with lines_run(bound.model) as lines:
+            runs.append((rehearsal.prefill(bound, caches, [short]), lines))
+    (alone, without), (begun, zeros) = runs
+    return [shown(*line) for line in sorted(without - zeros)] if _moved(alone, begun) > 1 else []
 
 
 def _honours_lengths(bound: BoundModel, long: Prompt, short: Prompt) -> bool | None:

@@ -61,20 +61,32 @@ def _single(infos: Any) -> Iterator[LayerInfo]:
 def together(bound: BoundModel, rows: Sequence[Prompt]) -> list[Trace]:
     """Prefill prompts of one length together, and decode."""
     caches = _opened(bound, len(rows))
-    return _decoded(bound, caches, _prefill(bound, caches, rows))
+    return _decoded(bound, caches, prefill(bound, caches, rows))
 
 
 def company(bound: BoundModel, long: Prompt, short: Prompt) -> list[Trace]:
     """Let the short prompt begin empty beside the long one's last tokens, and join it once more, prefilled."""
     caches = _opened(bound, 1)
-    _prefill(bound, caches, [long[:-_SHORT]])
+    prefill(bound, caches, [long[:-_SHORT]])
     for cache in caches:
         cache.add(1)
-    shared = _prefill(bound, caches, [long[-_SHORT:], short])
+    shared = prefill(bound, caches, [long[-_SHORT:], short])
     others = _opened(bound, 1)
-    joined = _prefill(bound, others, [short])
+    joined = prefill(bound, others, [short])
     _join(caches, others)
     return _decoded(bound, caches, mx.concatenate([shared, joined]))
+
+
+def beginning(bound: BoundModel, beside: Prompt | None = None) -> list[BatchCache]:
+    """Return caches of one empty row: new ones, or those in which it was added beside another row, now gone."""
+    if beside is None:
+        return _opened(bound, 1)
+    caches = _opened(bound, 1)
+    prefill(bound, caches, [beside])
+    for cache in caches:
+        cache.add(1)
+        cache.keep([1])
+    return caches
 
 
 def window(bound: BoundModel, rows: Sequence[Prompt], widths: Sequence[int]) -> list[list[State]]:
@@ -82,7 +94,7 @@ def window(bound: BoundModel, rows: Sequence[Prompt], widths: Sequence[int]) -> 
     caches = _opened(bound, 0)
     for row in rows:
         others = _opened(bound, 1)
-        _prefill(bound, others, [row])
+        prefill(bound, others, [row])
         _join(caches, others)
     fed = [_FED[:width] + [0] * (max(widths) - width) for width in widths]
     forward(bound, caches, mx.array(fed, dtype=mx.uint32), widths)
@@ -104,7 +116,7 @@ def _join(caches: Sequence[BatchCache], others: Sequence[BatchCache]) -> None:
         cache.join(other, range(cache.rows, cache.rows + other.rows))
 
 
-def _prefill(bound: BoundModel, caches: Sequence[BatchCache], rows: Sequence[Prompt]) -> mx.array:
+def prefill(bound: BoundModel, caches: Sequence[BatchCache], rows: Sequence[Prompt]) -> mx.array:
     """Forward prompts of one length, chunk by chunk; return the last scores ``[rows, V]``."""
     at, scores = 0, mx.zeros(0)
     while at < len(rows[0]):
