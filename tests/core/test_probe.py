@@ -5,7 +5,7 @@ import pytest
 import structlog
 from mlx import nn
 
-from oarlock.core import errors, probe, rehearsal
+from oarlock.core import Request, errors, probe, rehearsal
 from oarlock.core.bind import bind
 from oarlock.core.config import EngineConfig
 from oarlock.core.engine import Engine
@@ -78,6 +78,44 @@ def test_what_goes_wrong_behind_the_last_state_is_found_too():
     with pytest.raises(errors.ModelNotBatchable, match="no layer's state") as caught:
         bound(model)
     assert caught.value.layer is None
+
+
+class Doubled(nn.Module):
+    """A mixer that doubles a row's first token where it has no state yet."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x, mask=None, cache=None):
+        if cache[0] is None:
+            x = mx.concatenate([2 * x[:, :1], x[:, 1:]], axis=1)
+        return self.inner(x, mask, cache)
+
+
+def test_a_model_that_minds_whether_there_is_a_state_runs_equal_lengths_and_is_named():
+    """A row that begins beside others has zeros there: so each length is forwarded by itself."""
+    model = models.build("mamba2")
+    model.backbone.layers[0].mixer = Doubled(model.backbone.layers[0].mixer)
+    verdict = bound(model).verdict
+    assert not verdict.ragged
+    assert "2 * x[:, :1]" in verdict.reason
+    prompts = models.prompts((9, 2, 5), 89)
+    serial = [models.serial(model, prompt, 8) for prompt in prompts]
+    with Engine(model, config={"scheduler": {"prefill_chunk": 3}}) as engine:
+        results = engine.generate([Request(prompt_ids=prompt, max_tokens=8) for prompt in prompts])
+    models.compare([r.token_ids for r in results], [row.tokens for row in serial], [row.gaps for row in serial]).check()
+
+
+def test_that_excuses_no_other_fault():
+    """Lines that run without a state are in every recurrent model; they count only where they matter."""
+    model = models.build("mamba2")
+    last = model.backbone.layers[-1]
+    last.mixer = Wrong(last.mixer, spoilt_state)
+    long, short = rehearsal.prompts(sound := bound(models.build("mamba2")))
+    assert probe._only_without_state(sound, long, short) == []
+    with pytest.raises(errors.ModelNotBatchable):
+        bound(model)
 
 
 def spoilt_state(mixer, x, mask=None, cache=None):
