@@ -23,10 +23,8 @@ def edges(arrays):
         return path.read_text().count("->")
 
 
-def check_the_graph_stays(bench, steps, first=20, **model):
+def check_the_graph_stays(engine, rows, steps, first, joiner):
     """After ``steps`` steps as much is unevaluated as after ``first``: on the caches, the register and the samplers."""
-    engine = bench.engine(bench.Scripted(SCRIPTS, **model))
-    rows = [bench.ask(1, n=steps + 20), bench.ask(2, 2, n=steps + 20)]
     handles = [engine.submit(request) for request in rows]
     seen = []
     for step in range(steps):
@@ -38,15 +36,21 @@ def check_the_graph_stays(bench, steps, first=20, **model):
             held += [*method._register.arrays(), *(v for v in vars(samplers).values() if isinstance(v, mx.array))]
             seen.append(edges(held))
         if step % 50 == 10:
-            engine.submit(bench.ask(3, n=5))
+            engine.submit(joiner)
     assert seen[1] <= seen[0], seen
     for handle in handles:
         handle.cancel()
 
 
+def check_by_script(bench, steps, first=20, **model):
+    rows = [bench.ask(1, n=steps + 20), bench.ask(2, 2, n=steps + 20)]
+    engine = bench.engine(bench.Scripted(SCRIPTS, **model))
+    check_the_graph_stays(engine, rows, steps, first, bench.ask(3, n=5))
+
+
 @pytest.mark.fault("K-02")
 def test_600_steps_leave_as_little_unevaluated_as_20(bench):
-    check_the_graph_stays(bench, 600)
+    check_by_script(bench, 600)
 
 
 @pytest.mark.fault("K-02", twin=True)
@@ -59,16 +63,24 @@ def test_twin_a_count_that_nobody_evaluates_is_noticed(bench, planted, monkeypat
 
     monkeypatch.setattr(SamplerGroup, "draw", counting)
     with planted():
-        check_the_graph_stays(bench, 60)
+        check_by_script(bench, 60)
 
 
 @pytest.mark.fault("K-02")
 def test_what_a_model_writes_and_never_reads_does_not_pile_up(bench):
-    check_the_graph_stays(bench, 600, first=240, reads_values=False)
+    check_by_script(bench, 600, first=240, reads_values=False)
 
 
 @pytest.mark.fault("K-02", twin=True)
 def test_twin_what_nobody_ever_evaluates_piles_up(bench, planted, monkeypatch):
     monkeypatch.setattr(group, "CLEAR_EVERY", 10**9)
     with planted():
-        check_the_graph_stays(bench, 600, first=240, reads_values=False)
+        check_by_script(bench, 600, first=240, reads_values=False)
+
+
+@pytest.mark.fault("K-02")
+def test_no_storage_lets_steps_pile_up(bench, storage):
+    """Two rows of other lengths, and one more that comes and goes."""
+    engine = bench.engine(bench.stored(storage), layouts=bench.STORAGES[storage].layouts)
+    rows = [bench.ask(*prompt, n=80) for prompt in bench.prompts((12, 3), 97)]
+    check_the_graph_stays(engine, rows, 60, 30, bench.ask(5, 6, 7, n=5))
