@@ -31,6 +31,7 @@ class TestQuantizedCoarsely(LayoutContract):
     tolerance = 0.5
 
 
+@pytest.mark.long
 class TestDelayed(LayoutContract):
     """Converted past two wraps of the window."""
 
@@ -42,6 +43,7 @@ class TestPaged(LayoutContract):
     layout = "paged"
 
 
+@pytest.mark.long
 class TestPagedPacked(LayoutContract):
     """8 bits in blocks."""
 
