@@ -54,6 +54,12 @@ class Format:
                 return f"its {name} size {size} is no multiple of group_size {self.group_size}; {allowed}"
         return None
 
+    def product(self, left: mx.array, name: str, planes: Planes) -> mx.array:
+        """Multiply ``left`` [..., M, D] by packed keys, or ``left`` [..., M, S] by packed values [..., S, D]."""
+        packed, scales, biases = (planes[name + part] for part in PARTS)
+        options: dict[str, Any] = {"transpose": name == "keys", "bits": self.bits, "group_size": self.group_size}
+        return mx.quantized_matmul(left, packed, scales, biases, **options)
+
     def bytes_of(self, size: int, scale: int) -> int:
         """Return the bytes of ``size`` numbers whose scales have ``scale`` bytes each."""
         return size * self.bits // 8 + 2 * size // self.group_size * scale
@@ -66,6 +72,15 @@ class Format:
     def from_meta(cls, meta: Mapping[str, str]) -> Format:
         """Return the format that `meta` described."""
         return cls(bits=int(meta["bits"]), group_size=int(meta["group_size"]))
+
+
+def multiplies(queries: mx.array, width: int) -> bool:
+    """Return whether products with packed planes are faster than unpacking for ``width`` tokens a row.
+
+    They read the fewest bytes. More tokens share what is unpacked; so does a CPU in 16 bits, whose packed products are
+    slow.
+    """
+    return width <= PACKED_WIDTH and (queries.dtype == mx.float32 or mx.default_device() != mx.cpu)
 
 
 class KeysValues:
@@ -84,15 +99,10 @@ class KeysValues:
         return cls(planes, format_, "keys"), cls(planes, format_, "values")
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """Attention of ``queries`` [B, heads, N, D].
-
-        A narrow forward multiplies packed planes, which reads the fewest bytes. Wider ones share what is unpacked
-        among their queries; so does a CPU in 16 bits, whose packed products are slow.
-        """
-        fast = queries.dtype == mx.float32 or mx.default_device() != mx.cpu
-        if queries.shape[2] <= PACKED_WIDTH and fast:
+        """Attention of ``queries`` [B, heads, N, D]."""
+        if multiplies(queries, queries.shape[2]):
             return self._packed(queries, scale, mask, sinks)
-        keys, values = (self._format.unpack(name, self._planes) for name in ("keys", "values"))
+        keys, values = self._format.decode(self._planes)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def _packed(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
@@ -100,7 +110,7 @@ class KeysValues:
         batch, heads, width, _ = queries.shape
         kv_heads = self.shape[1]
         grouped = (batch, kv_heads, heads // kv_heads, width)
-        scores = self._product((queries * scale).reshape(*grouped, -1), "keys", transpose=True)  # (B, KV, R, N, S)
+        scores = self._product((queries * scale).reshape(*grouped, -1), "keys")  # (B, KV, R, N, S)
         if mask is not None:
             mask = _causal(width, self.shape[2]) if isinstance(mask, str) else mask
             mask = _per_group(mask, kv_heads, grouped[2])
@@ -110,15 +120,12 @@ class KeysValues:
             sink = mx.broadcast_to(sinks.astype(scores.dtype).reshape(1, kv_heads, -1, 1, 1), (*grouped, 1))
             scores = mx.concatenate([sink, scores], axis=-1)
         weights = mx.softmax(scores, axis=-1, precise=True)
-        out = self._product(weights if sinks is None else weights[..., 1:], "values", transpose=False)
+        out = self._product(weights if sinks is None else weights[..., 1:], "values")
         return out.reshape(batch, heads, width, -1)
 
-    def _product(self, left: mx.array, name: str, *, transpose: bool) -> mx.array:
-        packed, scales, biases = (
-            mx.expand_dims(self._planes[name + part], 2) for part in PARTS
-        )  # for all heads of a group
-        bits, group_size = self._format.bits, self._format.group_size
-        return mx.quantized_matmul(left, packed, scales, biases, transpose=transpose, bits=bits, group_size=group_size)
+    def _product(self, left: mx.array, name: str) -> mx.array:
+        parts = (name + part for part in PARTS)
+        return self._format.product(left, name, {part: mx.expand_dims(self._planes[part], 2) for part in parts})
 
 
 def _causal(width: int, columns: int) -> mx.array:

@@ -5,17 +5,22 @@ It writes nothing and copies no more than it must. `docs/decisions/paged-reads.m
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from oarlock.layouts.packed import KeysValues
+from oarlock.layouts.packed import KeysValues, multiplies
 from oarlock.layouts.pages import Pages
 from oarlock.layouts.planes import Planes
 from oarlock.layouts.tables import Plan, Prefix
 
 MERGED_WIDTH = 8
 """Up to so many tokens a row, reading a prefix once for its rows saves more than a fused attention does."""
+
+
+Product: TypeAlias = Callable[[mx.array, str], mx.array]
+"""Multiplies queries by "keys", or weights of any precision by "values" in theirs."""
 
 
 class RowReads:
@@ -78,10 +83,11 @@ class RowReads:
         mine = queries if rows == queries.shape[0] else mx.take(queries, mx.array(prefix.rows), axis=0)
         grouped = (mine * scale).reshape(rows, kv_heads, -1, mine.shape[3])  # (R, KV, G * N, D)
         stacked = grouped.transpose(1, 0, 2, 3).reshape(1, kv_heads, -1, mine.shape[3])  # (1, KV, R * G * N, D)
-        total, seen = _part(stacked, *pages.decode(pages.run(prefix.first, prefix.blocks * size)), None)
+        total, seen = _part(stacked, self._unpacked(pages.run(prefix.first, prefix.blocks * size)), None)
         total, seen = (x.reshape(kv_heads, rows, heads // kv_heads * width, -1).swapaxes(0, 1) for x in (total, seen))
+        product = self._packed if pages.format is not None and multiplies(queries, width) else self._unpacked
         rests = [
-            _part(q, *pages.decode(self._rest(prefix, row)), self._causal(row, prefix.blocks * size))
+            _part(q, product(self._rest(prefix, row)), self._causal(row, prefix.blocks * size))
             for row, q in zip(prefix.rows, mx.split(grouped, rows), strict=True)
         ]
         own_total, own_seen = (mx.concatenate(list(parts)) for parts in zip(*rests, strict=True))
@@ -99,6 +105,16 @@ class RowReads:
         first = prefix.rests[row]
         return pages.run(first, tokens) if first is not None else pages.apart(plan.row(row, prefix.blocks), tokens)
 
+    def _unpacked(self, planes: Planes) -> Product:
+        keys, values = self._pages.decode(planes)
+        keys = keys.swapaxes(-1, -2)
+        return lambda left, name: left @ keys if name == "keys" else left.astype(values.dtype) @ values
+
+    def _packed(self, planes: Planes) -> Product:
+        assert self._pages.format is not None
+        product, dtype = self._pages.format.product, planes["values.scales"].dtype
+        return lambda left, name: product(left if name == "keys" else left.astype(dtype), name, planes)
+
     def _causal(self, row: int, skipped: int) -> mx.array | None:
         """Return which columns behind ``skipped`` each token of a window sees [N, T]; None where it is one token."""
         plan = self._plan
@@ -109,19 +125,19 @@ class RowReads:
         return ends[:, None] >= mx.arange(start + plan.widths[row])
 
 
-def _part(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
+def _part(queries: mx.array, product: Product, mask: mx.array | None) -> tuple[mx.array, mx.array]:
     """Attend over a part of the columns: log of the sum of exponentials [B, KV, M, 1], and what is seen [B, KV, M, D].
 
     ``queries`` [B, KV, M, D], M being heads of a group times tokens; ``mask`` [N, T].
     """
-    scores = (queries @ keys.swapaxes(-1, -2)).astype(mx.float32)
+    scores = product(queries, "keys").astype(mx.float32)
     if mask is not None:
         by_token = scores.reshape(*scores.shape[:2], -1, *mask.shape)
         scores = mx.where(mask, by_token, mx.finfo(mx.float32).min).reshape(scores.shape)
     weights = mx.softmax(scores, axis=-1)
     # The largest weight is exp(0) over the sum: the logarithm of the sum, without the exponentials once more.
     total = mx.max(scores, axis=-1, keepdims=True) - mx.log(mx.max(weights, axis=-1, keepdims=True))
-    return total, weights.astype(values.dtype) @ values
+    return total, product(weights, "values")
 
 
 def _own(mask: mx.array, row: int, width: int, tokens: int) -> mx.array:
