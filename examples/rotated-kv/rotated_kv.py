@@ -160,8 +160,8 @@ class RotatedCache:
 
     def join(self, other: BatchCache, slots: Sequence[int]) -> None:
         """Share the other's buffers: whoever writes first gets a copy, since MLX writes into no array that two hold."""
-        if not isinstance(other, RotatedCache) or other.width != self.width:
-            msg = f"rows of {type(other).__name__} cannot join rows of {self.width} rotated bits"
+        if not isinstance(other, RotatedCache) or (other.width, other.dtype) != (self.width, self.dtype):
+            msg = f"rows of {type(other).__name__} cannot join rows of {self.width} rotated bits and {self.dtype}"
             raise TypeError(msg)
         if list(slots) != list(range(self.rows, self.rows + other.rows)):
             msg = f"slots are {list(slots)}; the next free one is {self.rows}"

@@ -115,7 +115,7 @@ class Storage:
         lone = case.layers().open()
         lone.add(1)
         while lone.lengths[0] < length:
-            lone.step([length - lone.lengths[0]])
+            _forward_unchecked(lone, [lone.layers.longest(lone.lengths[0], length - lone.lengths[0])])
         for bound, cache in zip(lone.layers.bound, lone.caches, strict=True):
             said = bound.layout.bytes_at(bound.info, bound.options, length)
             fits = cache.nbytes < 2 * said or case.kind == "chunked"  # which keeps a prompt until a block is over
