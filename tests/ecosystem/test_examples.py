@@ -50,7 +50,14 @@ def test_its_own_tests_pass(rotated_kv, root):
 
 
 def test_one_command_proves_it(rotated_kv):
-    kit = ["--oarlock-layout", "rotated", "--oarlock-tolerance", "0.8", "-k", "join or stored or cut"]
+    kit = [
+        "--oarlock-layout",
+        "rotated",
+        "--oarlock-tolerance",
+        "0.8",
+        "-k",
+        "join_together or is_owned or cut_anywhere",
+    ]
     done = rotated_kv.run("", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", *kit, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout

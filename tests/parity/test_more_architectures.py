@@ -32,9 +32,9 @@ QUICK = {"gemma2", "minimax_m3_vl", "plamo2", "longcat_flash_ngram", "recurrent_
 WITHOUT = {"quantized": {"mamba", "mamba2", "rwkv7"}, "paged": {"mamba", "mamba2", "recurrent_gemma", "rwkv7"}}
 QUICK_IN = {
     "quantized": {
-        "apertus", "cohere2", "deepseek_v2", "deepseek_v32", "gemma3n", "gpt2", "kimi_linear", "lfm2_moe",
+        "cohere2", "deepseek_v32", "gpt2", "lfm2_moe",
     },
-    "paged": {"deepseek_v32", "falcon_h1", "gemma4", "qwen3_next"},
+    "paged": {"falcon_h1", "gemma4"},
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import attrs
 
 from oarlock.core.testing.layouts.rows import Rows
 
-SEQUENCES, OPERATIONS = 12, 14
+SEQUENCES, OPERATIONS = 8, 16
 MOST_ROWS = 6
 DRAFT = 4
 LENGTHS = (0, 1, 3, 9, 17, 40, 255)

@@ -77,5 +77,6 @@ class TestChunked(LayoutContract):
     layout = "chunked"
 
 
+@pytest.mark.long
 class TestApart(LayoutContract):
     layout = "apart"
