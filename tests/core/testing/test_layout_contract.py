@@ -15,6 +15,7 @@ class TestRotating(LayoutContract):
     layout = "rotating"
 
 
+@pytest.mark.long
 class TestQuantized(LayoutContract):
     """8 bits, which store 1 and -1 as they are."""
 
