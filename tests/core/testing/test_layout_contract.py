@@ -40,6 +40,7 @@ class TestDelayed(LayoutContract):
     options: ClassVar = {"start": 18}
 
 
+@pytest.mark.long
 class TestPaged(LayoutContract):
     layout = "paged"
 
@@ -64,6 +65,7 @@ class TestRecurrent(LayoutContract):
     layout = "recurrent"
 
 
+@pytest.mark.long
 class TestComposite(LayoutContract):
     layout = "composite"
 
@@ -74,6 +76,7 @@ class TestCompositeOfAttention(LayoutContract):
     parts = ("full", "rotating")
 
 
+@pytest.mark.long
 class TestChunked(LayoutContract):
     layout = "chunked"
 

@@ -374,7 +374,7 @@ def _named(value):
     return value if isinstance(value, str) else getattr(getattr(value, "cache", value), "__name__", "")
 
 
-@pytest.mark.parametrize("cache", [SeesPadding, MissesACommit, ClearsNothing, KeepsSorted])
+@pytest.mark.parametrize("cache", [SeesPadding, MissesACommit, KeepsSorted])
 def test_random_lives_find_it_too_and_show_the_shortest(cache):
     """What is left of a life is a few operations, each as one could type it."""
 
