@@ -192,7 +192,7 @@ class Plan:
 
     def row(self, row: int, skipped: int = 0) -> mx.array:
         """Return the blocks of one row, from block ``skipped`` on."""
-        return self._once(f"row {row}", lambda: mx.array(self.rows[row].ids[skipped:]))  # type: ignore[no-any-return]
+        return self._once(f"row {row} {skipped}", lambda: mx.array(self.rows[row].ids[skipped:]))  # type: ignore[no-any-return]
 
     def prefixes(self) -> list[Prefix]:
         """Return what rows with tokens in this forward have in common with others. Nobody writes there: it is full."""

@@ -33,6 +33,14 @@ def family(pool, length, count, *others):
     return group
 
 
+def test_a_rows_blocks_behind_a_prefix_are_not_taken_for_all_of_them(pool):
+    """One forward may ask for both: a model that masks some layers and not others."""
+    plan = plan_of(family(pool(), 40, 2))
+    own = plan.rows[0].ids
+    assert plan.row(0, 1).tolist() == own[1:].tolist()
+    assert plan.row(0).tolist() == own.tolist()
+
+
 @pytest.mark.parametrize("length", [16, 40, 100])
 def test_nothing_is_gathered_and_every_row_sees_its_own(pool, gathers, length):
     group = family(pool(), length, 4)
