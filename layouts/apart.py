@@ -15,6 +15,7 @@ import attrs
 from oarlock.core import hookimpl
 from oarlock.core.contracts.composition import APART, BoundLayer, Part
 from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo, Positions, RowState
+from oarlock.layouts.joins import check_slots
 from oarlock.layouts.parts import Parted, at
 
 OARLOCK_API = 1
@@ -61,7 +62,7 @@ class ApartCache(Parted):
         if not isinstance(other, ApartCache):
             msg = f"rows kept apart by length cannot take rows of {type(other).__name__}"
             raise TypeError(msg)
-        self.check_slots(other, slots)
+        check_slots(slots, self.rows, other.rows)
         self._parts += [Part(at(slots, part.places), self.copy_of(part.cache)) for part in other.parts]
 
     def take(self, indices: Sequence[int]) -> ApartCache:

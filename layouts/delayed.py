@@ -17,6 +17,7 @@ from oarlock.core import hookimpl
 from oarlock.core.contracts.composition import Part
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.joins import check_slots
 from oarlock.layouts.mixed import Share, SharedKeysValues, Shares
 from oarlock.layouts.parts import Parted, at, drop
 from oarlock.layouts.planes import NamedPlanes, Planes
@@ -139,7 +140,7 @@ class DelayedCache(NamedPlanes, Parted):
         if not isinstance(other, DelayedCache) or other.stop != self.stop:
             msg = f"rows of {type(other).__name__} cannot join rows that are packed from {self.stop} tokens on"
             raise TypeError(msg)
-        self.check_slots(other, slots)
+        check_slots(slots, self.rows, other.rows)
         before = self.plain.rows
         self.plain.join(other.plain, range(before, before + other.plain.rows))
         try:

@@ -12,6 +12,8 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from oarlock.layouts.packed import attended
+
 
 @attrs.frozen
 class Share:
@@ -81,10 +83,5 @@ class SharedKeysValues:
         shares, seen = self._shares, []
         for share in shares.each:
             own, part = queries[share.rows], shares.masked(share, mask)
-            keys, values = share.keys, share.values
-            if isinstance(keys, mx.array):
-                out = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=part, sinks=sinks)
-            else:
-                out = keys.attend(own, scale, part, sinks)
-            seen.append(out)
+            seen.append(attended(own, share.keys, share.values, scale, part, sinks))
         return shares.in_order(seen)

@@ -83,6 +83,14 @@ def multiplies(queries: mx.array, width: int) -> bool:
     return width <= PACKED_WIDTH and (queries.dtype == mx.float32 or mx.default_device() != mx.cpu)
 
 
+def attended(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """Attend to what a cache handed out: handles do it themselves, arrays by MLX."""
+    if isinstance(keys, mx.array):
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    seen: mx.array = keys.attend(queries, scale, mask, sinks)
+    return seen
+
+
 class KeysValues:
     """A `KeyValues` handle over packed planes ``[B, H, S, ...]`` of one forward."""
 

@@ -15,16 +15,17 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.blocks import Blocks, Share
+from oarlock.layouts.joins import check_slots
 from oarlock.layouts.library import Library
 from oarlock.layouts.pages import PagedOptions, PagedState, Pages, attends, bytes_of, format_of
-from oarlock.layouts.planes import Planes
+from oarlock.layouts.planes import NamedPlanes, Planes
 from oarlock.layouts.reads import RowReads
 from oarlock.layouts.tables import Plan, Table, continued
 
 OARLOCK_API = 1
 
 
-class PagedCache:
+class PagedCache(NamedPlanes):
     """One layer of a group of rows. The table is shared with the other layers, the pages with other groups."""
 
     rewinds = True
@@ -40,24 +41,10 @@ class PagedCache:
     # --- what models see ------------------------------------------------------------------------------
 
     @property
-    def keys(self) -> mx.array | None:
-        """The plane of the keys ``[1, H, blocks * size, D]``, as they are stored."""
+    def planes(self) -> Planes:  # type: ignore[override]
+        """The planes of the layer's blocks ``[1, H, blocks * size, D]``, where they belong by now."""
         self._pages.follow()
-        return self._pages.planes.get("keys")
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._pages.planes["keys"] = keys
-
-    @property
-    def values(self) -> mx.array | None:
-        """The plane of the values likewise."""
-        self._pages.follow()
-        return self._pages.planes.get("values")
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self._pages.planes["values"] = values
+        return self._pages.planes
 
     @property
     def offset(self) -> int | mx.array:
@@ -142,8 +129,7 @@ class PagedCache:
 
     def arrays(self) -> list[mx.array]:
         """Return the pages, once they exist."""
-        self._pages.follow()
-        return list(self._pages.planes.values())
+        return list(self.planes.values())
 
     def compact(self) -> None:
         """Give back all blocks that nobody owns."""
@@ -161,10 +147,7 @@ class PagedCache:
         if not isinstance(other, PagedCache):
             msg = f"a paged cache cannot take rows of {type(other).__name__}"
             raise TypeError(msg)
-        free = list(range(self.rows, self.rows + other.rows))
-        if list(slots) != free:
-            msg = f"slots are {list(slots)}; the free ones are {free}"
-            raise ValueError(msg)
+        check_slots(slots, self.rows, other.rows)
         table, theirs = self._table, other._table
         if other._pages is self._pages:
             self._become(("join", weakref.ref(table), weakref.ref(theirs)), lambda: table.joined(theirs))

@@ -53,12 +53,6 @@ class Parted:
         part = next(part for part in self._parts if row in part.places)
         return part, part.places.index(row)
 
-    def check_slots(self, other: BatchCache, slots: Sequence[int]) -> None:
-        """Raise ValueError where ``slots`` are not the next ones."""
-        if list(slots) != (free := list(range(self.rows, self.rows + other.rows))):
-            msg = f"slots are {list(slots)}; the free ones are {free}"
-            raise ValueError(msg)
-
     def copy_of(self, cache: BatchCache) -> BatchCache:
         """Return a cache of the same rows that nobody else holds."""
         raise NotImplementedError

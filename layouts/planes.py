@@ -18,7 +18,7 @@ Columns: TypeAlias = slice | mx.array
 
 
 class NamedPlanes:
-    """What models reach for in a cache: its keys and values, as they are stored. Mixed into a `slots.SlotCache`."""
+    """What models reach for in a cache: its keys and values, as they are stored. Mixed into a cache with planes."""
 
     planes: Planes
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from oarlock.layouts.packed import KeysValues, multiplies
+from oarlock.layouts.packed import attended, multiplies
 from oarlock.layouts.pages import Pages
 from oarlock.layouts.planes import Planes
 from oarlock.layouts.tables import Plan, Prefix
@@ -64,11 +64,7 @@ class RowReads:
         first, tokens = plan.rows[row].first, plan.starts[row] + width
         planes = pages.run(first, tokens) if first is not None else pages.apart(plan.row(row), tokens)
         own = queries if width == plan.width else queries[:, :, :width]
-        keys, values = pages.handed(planes)
-        if isinstance(keys, KeysValues):
-            seen = keys.attend(own, scale, mask, sinks)
-        else:
-            seen = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks)
+        seen = attended(own, *pages.handed(planes), scale, mask, sinks)
         return mx.pad(seen, [(0, 0), (0, 0), (0, plan.width - width), (0, 0)]) if width < plan.width else seen
 
     def _merged(self, prefix: Prefix, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:

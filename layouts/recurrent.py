@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
+from oarlock.layouts.joins import check_slots
 
 OARLOCK_API = 1
 
@@ -117,10 +118,7 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
         if not isinstance(other, RecurrentCache) or len(other.cache) != len(self.cache):
             msg = f"a recurrent cache of {len(self.cache)} states cannot take rows of {type(other).__name__}"
             raise TypeError(msg)
-        free = list(range(self.rows, self.rows + other.rows))
-        if list(slots) != free:
-            msg = f"slots are {list(slots)}; the free ones are {free}"
-            raise ValueError(msg)
+        check_slots(slots, self.rows, other.rows)
         self.cache = [
             _joined(mine, self.rows, theirs, other.rows) for mine, theirs in zip(self.cache, other.cache, strict=True)
         ]

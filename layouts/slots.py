@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import BatchCache, Positions, RowState
+from oarlock.layouts.joins import check_slots
 from oarlock.layouts.planes import Planes, copied, grown, round_up
 
 
@@ -139,14 +140,11 @@ class SlotCache:
 
     def join(self, other: BatchCache, slots: Sequence[int]) -> None:
         """Copy the rows of ``other`` into the next slots. Nothing changes when it raises."""
-        first = self.rows
-        count = first + other.rows if isinstance(other, SlotCache) else first
         if not isinstance(other, SlotCache) or other.storage() != self.storage():
             msg = f"rows of {_named(other)} cannot join rows of {_named(self)}"
             raise TypeError(msg)
-        if list(slots) != list(range(first, count)):
-            msg = f"slots are {list(slots)}; the free ones are {list(range(first, count))}"
-            raise ValueError(msg)
+        first, count = self.rows, self.rows + other.rows
+        check_slots(slots, first, other.rows)
         columns = max(map(other._held, range(other.rows)), default=0)
         if columns:
             self._agree(other)
