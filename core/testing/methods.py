@@ -10,11 +10,9 @@ in a test file, or ``pytest --oarlock-method NAME`` for one that is installed.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import mlx.core as mx
 import pytest
 
 from oarlock.core.config import parse_options
@@ -23,6 +21,7 @@ from oarlock.core.engine import Engine
 from oarlock.core.handle import Handle
 from oarlock.core.request import FinishReason, Request, SamplingParams, TokenEvent
 from oarlock.core.testing import models
+from oarlock.core.testing.memory import SMALL, active_bytes
 from oarlock.core.testing.subjects import arguments, name_of, resolved
 
 __all__ = ["MethodContract"]
@@ -32,7 +31,6 @@ TOKENS = 24
 SMALLER: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"hidden_size": 128, "block_dim": 128, "block_ff_dim": 256, "vocab_size": 1000}
 }
-SMALL = 1 << 16
 MOST_STEPS = 30 * TOKENS
 
 
@@ -186,9 +184,9 @@ class MethodContract:
                 _run(engine, [_request(row) for row in range(3)])
 
         live()
-        before = _active()
+        before = active_bytes()
         live()
-        assert _active() - before <= SMALL
+        assert active_bytes() - before <= SMALL
 
 
 class _Flaky:
@@ -254,10 +252,3 @@ def _compare(
     counts = limits or [TOKENS] * len(got)
     wanted = [row.tokens[:n] for row, n in zip(serial, counts, strict=True)]
     models.compare(got, wanted, [row.gaps[:n] for row, n in zip(serial, counts, strict=True)]).check()
-
-
-def _active() -> int:
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return int(mx.get_active_memory())

@@ -1,12 +1,12 @@
 """What layouts with one slot a row copy: never all rows in a step, a join, a leave or a rollback. Peak memory tells."""
 
-import gc
 import io
 
 import mlx.core as mx
 import pytest
 
 from oarlock.core.contracts.layout import Positions
+from oarlock.core.testing.memory import peak_bytes
 from oarlock.layouts.full import FullCache
 from oarlock.layouts.packed import Format
 from oarlock.layouts.quantized import QuantizedCache, QuantizedRing
@@ -90,18 +90,6 @@ def step(cache, previous=None):
     return out
 
 
-def peak_of(work):
-    """Bytes that ``work`` needs beside what is there when it starts."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    work()
-    mx.synchronize()
-    return max(0, mx.get_peak_memory() - before)
-
-
 def row_bytes(cache):
     return cache.nbytes // cache.planes["keys"].shape[0]
 
@@ -116,7 +104,7 @@ def check_steps(make, lengths):
             out = step(cache, out)
         out.tolist()
 
-    assert peak_of(run) < 1.5 * row_bytes(cache)  # masks and, for packed planes, scores of one step
+    assert peak_bytes(run) < 1.5 * row_bytes(cache)  # masks and, for packed planes, scores of one step
 
 
 def check_join(make):
@@ -130,7 +118,7 @@ def check_join(make):
 
     for length in (250, 2250):
         joiner = lone(make, length)
-        assert peak_of(lambda joiner=joiner: run(joiner)) < 2 * row_bytes(cache)
+        assert peak_bytes(lambda joiner=joiner: run(joiner)) < 2 * row_bytes(cache)
 
 
 def check_leave(make, indices):
@@ -141,7 +129,7 @@ def check_leave(make, indices):
         cache.keep(indices)
         step(cache).tolist()
 
-    assert peak_of(run) < 2 * row_bytes(cache)
+    assert peak_bytes(run) < 2 * row_bytes(cache)
 
 
 def check_rollback(make, kept):
@@ -154,7 +142,7 @@ def check_rollback(make, kept):
         mx.async_eval(out)
         step(cache).tolist()
 
-    assert peak_of(run) < 1.5 * row_bytes(cache)
+    assert peak_bytes(run) < 1.5 * row_bytes(cache)
 
 
 def check_extract(make):
@@ -167,7 +155,7 @@ def check_extract(make):
         states.append(cache.extract(1))
         step(cache, out).tolist()
 
-    assert peak_of(run) < 2.5 * row_bytes(cache)
+    assert peak_bytes(run) < 2.5 * row_bytes(cache)
 
 
 def check_graph(make):
@@ -217,7 +205,7 @@ def test_600_steps_leave_no_graph(opened):
 def test_adopting_a_lone_row_moves_no_bytes(opened):
     cache = lone(opened, 2250)
     arrays = cache.arrays()
-    assert peak_of(lambda: cache.take([0]).keep([0])) == 0
+    assert peak_bytes(lambda: cache.take([0]).keep([0])) == 0
     assert all(before is after for before, after in zip(arrays, cache.arrays(), strict=True))
     assert cache.take([0]) is cache
 

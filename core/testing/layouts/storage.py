@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from oarlock.core.contracts.layout import RowState
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.rows import Rows, through_file
 from oarlock.core.testing.layouts.toys import Attention
+from oarlock.core.testing.memory import SMALL, active_bytes, peak_bytes
 
 LENGTHS = (0, 1, 17, 256, 257)
 LONG = 400
-SMALL = 1 << 16
-"""Bytes below which nobody calls it a copy of the cache."""
 
 
 class Storage:
@@ -124,12 +122,12 @@ class Storage:
     def test_the_device_counts_the_same_bytes(self, case: Case) -> None:
         """What was said of a row is within a tenth of what the device has more for it."""
         layers = case.layers()
-        before = _active()
+        before = active_bytes()
         rows = layers.open()
         _enter_unchecked(rows, LONG)
         rows.evaluate()
         rows.compact()
-        more = _active() - before
+        more = active_bytes() - before
         said = sum(b.layout.bytes_at(b.info, b.options, LONG) for b in layers.bound)
         rows.require(abs(more - said) <= max(said // 10, SMALL), f"bytes_at({LONG}) is {said}, the device has {more}")
 
@@ -184,9 +182,9 @@ class Storage:
             rows.step([1, 1])
 
         live()
-        before = _active()
+        before = active_bytes()
         live()
-        left = _active() - before
+        left = active_bytes() - before
         assert left <= SMALL, f"{left} bytes are left of caches that are gone"
 
     def test_growth_is_amortised(self, case: Case) -> None:
@@ -264,18 +262,11 @@ def _append(rows: Rows, width: int, kept: list[int]) -> None:
     rows.commit([n if rows.cuts or n == width else 0 for n in kept])
 
 
-def _active() -> int:
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
-
-
 def _peak(rows: Rows, work: Callable[[], None]) -> int:
-    """Return the bytes that ``work`` needs beside what is there."""
-    before = _active()
-    mx.reset_peak_memory()
-    work()
-    rows.evaluate()
-    mx.synchronize()
-    return max(0, int(mx.get_peak_memory()) - before)
+    """Return the bytes that ``work`` needs, what must be evaluated at a boundary included."""
+
+    def evaluated() -> None:
+        work()
+        rows.evaluate()
+
+    return peak_bytes(evaluated)

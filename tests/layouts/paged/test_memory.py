@@ -1,12 +1,11 @@
 """What `paged` copies: nothing in a step, a join, a leave or a rollback, one block in a write that shares. Peak memory tells."""
 
-import gc
-
 import attrs
 import mlx.core as mx
 import pytest
 
 from oarlock.core.contracts.layout import KeyValues, LayerInfo, Positions
+from oarlock.core.testing.memory import peak_bytes
 from oarlock.layouts.blocks import Blocks
 from oarlock.layouts.paged import PagedCache, PagedLayout, PagedOptions
 from oarlock.layouts.pages import Pages
@@ -73,18 +72,6 @@ def commit(caches, kept):
         cache.commit(kept)
 
 
-def peak_of(work):
-    """Bytes that ``work`` needs beside what is there when it starts."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    work()
-    mx.synchronize()
-    return max(0, mx.get_peak_memory() - before)
-
-
 def step(caches, previous=None):
     """One pipelined decode step: dispatched before the previous one is read."""
     out = write(caches, 1, 1.0 if previous is None else previous)
@@ -107,7 +94,7 @@ def check_steps(engine, lengths):
         out.tolist()
 
     run()
-    assert peak_of(run) < ROW
+    assert peak_bytes(run) < ROW
 
 
 def room(caches):
@@ -135,7 +122,7 @@ def test_a_join_and_a_leave_move_nothing(engine):
             other.keep([])
         step(caches, out).tolist()
 
-    assert peak_of(run) < ROW / 4
+    assert peak_bytes(run) < ROW / 4
 
 
 @pytest.mark.parametrize("kept", [[5, 5, 5], [0, 3, 5], [0, 0, 0]])
@@ -149,7 +136,7 @@ def test_a_rollback_copies_nothing(engine, kept):
         mx.async_eval(out)
         step(caches).tolist()
 
-    assert peak_of(run) < ROW / 2
+    assert peak_bytes(run) < ROW / 2
 
 
 def check_share(engine):
@@ -162,7 +149,7 @@ def check_share(engine):
         states.extend(cache.extract(row) for row in range(3) for cache in caches)
         step(caches, step(caches, out)).tolist()
 
-    assert peak_of(run) < ROW / 2
+    assert peak_bytes(run) < ROW / 2
     return states
 
 
