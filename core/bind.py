@@ -11,7 +11,14 @@ import attrs
 from oarlock.core import layers as reading
 from oarlock.core.attention import Swap
 from oarlock.core.config import EngineConfig, parse_options
-from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer, ConvertingLayout
+from oarlock.core.contracts.composition import (
+    APART,
+    AttendingLayout,
+    BoundLayer,
+    ConvertingLayout,
+    longest_append,
+    stops_of,
+)
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.contracts.method import GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
@@ -49,11 +56,11 @@ class BoundModel:
 
     @stops.default
     def _stops(self) -> tuple[int, ...]:
-        return tuple(sorted({stop for layer in self.layers for stop in layer.stops}))
+        return stops_of(self.layers)
 
     def longest_append(self, tokens: int, width: int) -> int:
         """Return ``width``, or less where a row of ``tokens`` comes to a stop before: no forward may go past it."""
-        return min([width, *(stop - tokens for stop in self.stops if stop > tokens)])
+        return longest_append(self.stops, tokens, width)
 
     @property
     def honours_lengths(self) -> bool:

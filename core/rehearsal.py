@@ -79,13 +79,12 @@ def company(bound: BoundModel, long: Prompt, short: Prompt) -> list[Trace]:
 
 def beginning(bound: BoundModel, beside: Prompt | None = None) -> list[BatchCache]:
     """Return caches of one empty row: new ones, or those in which it was added beside another row, now gone."""
-    if beside is None:
-        return _opened(bound, 1)
     caches = _opened(bound, 1)
-    prefill(bound, caches, [beside])
-    for cache in caches:
-        cache.add(1)
-        cache.keep([1])
+    if beside is not None:
+        prefill(bound, caches, [beside])
+        for cache in caches:
+            cache.add(1)
+            cache.keep([1])
     return caches
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -52,6 +52,16 @@ class ConvertingLayout(Protocol):
     def stops(self, layer: LayerInfo, options: Any) -> Sequence[int]:
         """Return the lengths, in tokens, at which a row's storage changes. Called once per layer at bind."""
         ...
+
+
+def stops_of(layers: Iterable[BoundLayer]) -> tuple[int, ...]:
+    """Return the lengths at which the storage of any of ``layers`` changes, ascending."""
+    return tuple(sorted({stop for layer in layers for stop in layer.stops}))
+
+
+def longest_append(stops: Iterable[int], tokens: int, width: int) -> int:
+    """Return ``width``, or less where a row of ``tokens`` comes to one of ``stops`` before: no forward may go past it."""
+    return min([width, *(stop - tokens for stop in stops if stop > tokens)])
 
 
 class ComposedLayout(CacheLayout, Protocol):

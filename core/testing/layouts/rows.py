@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from oarlock.core.contracts.composition import BoundLayer
+from oarlock.core.contracts.composition import BoundLayer, longest_append, stops_of
 from oarlock.core.contracts.layout import BatchCache, Positions, RowState
 from oarlock.core.testing.layouts.toys import PADDING, POISON, Toy, by_part, number
 
@@ -33,7 +33,7 @@ class Layers:
         info = bound[0].info
         self.rounding = ROUNDING[info.dtype] if info.dtype in ROUNDING else ROUNDING[mx.float32]
         self.tolerance = max(tolerance, self.rounding)
-        self.stops = sorted({stop for layer in bound for stop in layer.stops})
+        self.stops = stops_of(bound)
         self._alone: dict[tuple[tuple[int, ...], ...], list[np.ndarray]] = {}
 
     @property
@@ -43,7 +43,7 @@ class Layers:
 
     def longest(self, tokens: int, width: int) -> int:
         """Return ``width``, or less where a row of ``tokens`` comes to a length before that no forward goes past."""
-        return min([width, *(stop - tokens for stop in self.stops if stop > tokens)])
+        return longest_append(self.stops, tokens, width)
 
     def open(self, slots: int = 1, window: int = 1) -> Rows:
         """Return caches without rows; ``window`` is the widest forward that will be cut in the middle."""
