@@ -19,18 +19,14 @@ from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions
 LAYERS, CHUNK = 30, 512
 PLUGINS = manager.build()
 LAYOUTS: dict[str, dict[str, Any]] = {
-    name: choice
-    for name, choice in {
-        "full": {"name": "full"},
-        "rotating": {"name": "rotating"},
-        "quantized, 8 bits": {"name": "quantized", "bits": 8, "group_size": 64},
-        "quantized, 4 bits": {"name": "quantized", "bits": 4, "group_size": 64},
-        "paged": {"name": "paged"},
-        "delayed": {"name": "delayed"},
-    }.items()
-    if choice["name"] in PLUGINS.registries.layouts
+    "full": {"name": "full"},
+    "rotating": {"name": "rotating"},
+    "quantized, 8 bits": {"name": "quantized", "bits": 8, "group_size": 64},
+    "quantized, 4 bits": {"name": "quantized", "bits": 4, "group_size": 64},
+    "paged": {"name": "paged"},
+    "delayed": {"name": "delayed"},
 }
-"""What is compared, as a configuration names it: those that are installed."""
+"""What is compared, as a configuration names it."""
 
 
 class Group:

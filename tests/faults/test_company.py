@@ -212,15 +212,7 @@ def test_inputs_per_layer_follow_their_rows(bench, key):
 @pytest.mark.parametrize("key", ["packed rings", "blocks"])
 def test_twin_one_rows_inputs_for_all_are_noticed(bench, planted, key):
     model = models.build("gemma4")
-    inner = model.language_model.model
-    kind = type(inner)
-
-    class OneRow(kind):
-        def _get_per_layer_inputs(self, ids, *rest):
-            out = super()._get_per_layer_inputs(ids, *rest)
-            return mx.broadcast_to(out[:1], out.shape) if out.shape[1] == 1 else out
-
-    inner.__class__ = OneRow
+    bench.plant_one_rows_inputs(model)
     with planted():
         check_inputs_per_layer(bench, model, LAYERS[key], verify=False)
 

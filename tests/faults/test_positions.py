@@ -162,15 +162,7 @@ def test_inputs_per_layer_survive_leaves_down_to_one_row(bench):
 @pytest.mark.fault("B-11", twin=True)
 def test_twin_one_rows_inputs_for_all_are_noticed(bench, planted):
     model = per_layer_inputs()
-    inner = model.language_model.model
-    kind = type(inner)
-
-    class OneRow(kind):
-        def _get_per_layer_inputs(self, ids, *rest):
-            out = super()._get_per_layer_inputs(ids, *rest)
-            return mx.broadcast_to(out[:1], out.shape) if out.shape[1] == 1 else out
-
-    inner.__class__ = OneRow
+    bench.plant_one_rows_inputs(model)
     with planted():
         check_same_as_alone(bench, model, bench.prompts(LENGTHS, 500), verify=False)
 
