@@ -32,7 +32,6 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "scheduler.mixed_token_budget": (256,),
         "scheduler.kv_budget": (None,),
         "scheduler.overcommit": (1.0,),
-        "scheduler.max_recoveries": (8,),
         "state_cache.prefix_bytes": (),
         "state_cache.disk": (),
         "state_cache.disk_bytes": (),

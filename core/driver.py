@@ -5,40 +5,27 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oarlock.core.admission import AdmissionQueue, GroupKey, compatible
+from oarlock.core.cleanup import attempt_all
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
-from oarlock.core.errors import EngineClosed
+from oarlock.core.errors import CompositionError, EngineClosed
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.handle import Task
 from oarlock.core.observe import Observers
 from oarlock.core.prefill import PrefillCohort
+from oarlock.core.rebuild import Rebuild
 from oarlock.core.request import FinishReason
 from oarlock.core.residency import Residency
 from oarlock.core.row import Row
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
-
-
-def attempt_all(attempts: Iterable[Callable[[], object]]) -> None:
-    """Call each, whatever the others raise; then raise the one error there was, or a group of several."""
-    raised: list[BaseException] = []
-    for attempt in attempts:
-        try:
-            attempt()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            raised.append(error)
-    if len(raised) == 1:
-        raise raised[0]
-    if raised:
-        msg = "several clean-up steps failed"
-        raise BaseExceptionGroup(msg, raised)
 
 
 class Driver:
@@ -67,6 +54,7 @@ class Driver:
         self.emitter = Emitter(observers, clock)
         self.group = ExecutionGroup(bound, store, self.emitter, store.release)
         self.queue = AdmissionQueue(bound.config.scheduler.max_queued)
+        self._recoveries = Rebuild(self.group, store, self.conclude, bound.config.scheduler.max_recoveries)
         self._store = store
         self._observers = observers
         self._clock = clock
@@ -80,8 +68,6 @@ class Driver:
         self._key: GroupKey | None = None
         self._leave_adapter: Callable[[], None] | None = None
         self._adapter = ""
-
-    # --- counts and flags ----------------------------------------------------------------------------------
 
     @property
     def active(self) -> int:
@@ -154,8 +140,6 @@ class Driver:
             if self.signals == seen and not self.busy and not self.closed:
                 self.mutex.wait(timeout)
 
-    # --- one unit of work ------------------------------------------------------------------------------------
-
     def prune(self) -> None:
         """Drop cancelled rows from anywhere in the queue."""
         with self.mutex:
@@ -220,14 +204,33 @@ class Driver:
     def prepare(self) -> None:
         """Advance the preparation once and drop it when it is empty."""
         assert self._preparation is not None
-        finished = self._preparation.advance()
-        self.published = self._preparation.published
+        self.published = False
+        try:
+            finished = self._preparation.advance()
+            self.published = self._preparation.published
+        except CompositionError as error:
+            finished = True
+            self._preparation.fail(error)
+        except Exception as error:  # noqa: BLE001 - running rows and the queue go on
+            self._rebuild(error)
+            return
         if finished:
             self._preparation = None
 
     def decode(self) -> None:
         """Advance the running rows once."""
-        self.group.advance()
+        try:
+            self.group.advance()
+        except CompositionError as error:
+            self.group.fail(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self._rebuild(error)
+
+    def _rebuild(self, error: Exception) -> None:
+        """Build everything again that is owned: what the device was given and has not answered is lost."""
+        preparation, self._preparation = self._preparation, None
+        suspects = [self.group.surrender(), preparation.surrender() if preparation is not None else []]
+        self._recoveries.run(suspects, error)
 
     def conclude(self, row: Row) -> None:
         """Settle a row that is over and give its lease back."""
@@ -249,8 +252,6 @@ class Driver:
             row.error = error
             attempts.append(partial(self.conclude, row))
         attempt_all([*attempts, self.group.close_method, self.release, *([self._swap.close] if self.closed else [])])
-
-    # --- admission -------------------------------------------------------------------------------------------
 
     def _compatible(self, row: Row) -> bool:
         return compatible(row.key, self._key if self.active or self.preparing else None)

@@ -26,6 +26,7 @@ class Emitter:
     observers: Observers
     clock: Callable[[], float]
     delivered: int = 0
+    completed: int = 0
 
     def emit(self, row: Row, drawn: Drawn) -> bool:
         """Account one sampled token; False when the row is over. Never raises."""
@@ -79,6 +80,7 @@ class Emitter:
             return True
         assert row.reason is not None
         row.settle(row.result(now))
+        self.completed += 1
         event = TokenEvent(request_id=row.id, index=len(row.token_ids), token=None, text=tail, finish_reason=row.reason)
         self.observers.notify("request_finished", request=row.request, reason=row.reason, usage=row.usage(now))
         self._end(row, event)

@@ -154,40 +154,52 @@ class ExecutionGroup:
         self.log.joined += 1
 
     def flush(self) -> None:
-        """Read and emit what is in flight; an error fails the running rows."""
-        if self._method is None or not self._rows:
-            return
-        try:
+        """Read and emit what is in flight."""
+        if self._method is not None and self._rows:
             self._method.flush()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the group's
-            self.fail(error)
 
     def advance(self) -> None:
-        """Advance every running row once. Never raises: an error costs the guilty rows, or all running ones."""
+        """Advance every running row once. An error of a forward costs the guilty rows; all else is raised."""
         assert self._method is not None
         self._advances += 1
         if self._advances % CLEAR_EVERY == 1:
             self._store.boundary()
-        try:
-            self.recovery.run(self._method.advance, lambda: self._rows, self._reject)
-            if self._advances % CLEAR_EVERY == 0:
-                # What a model writes and never reads is no part of a step's evaluation: its graph would only grow.
-                mx.eval([array for cache in self._method.caches() for array in cache.arrays()])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-            self.fail(error)
+        self.recovery.run(self._method.advance, lambda: self._rows, self._reject)
         if self._advances % CLEAR_EVERY == 0:
+            # What a model writes and never reads is no part of a step's evaluation: its graph would only grow.
+            self.evaluate()
             mx.clear_cache()
+
+    def evaluate(self) -> None:
+        """Wait until the caches are computed."""
+        assert self._method is not None
+        mx.eval([array for cache in self._method.caches() for array in cache.arrays()])
+
+    def surrender(self) -> list[Row]:
+        """Drop all state, settle the rows that are over, and return the others: what they hold cannot be trusted."""
+        rows, _ = self.detach()
+        for row in rows:
+            if row.over:
+                self._conclude(row)
+        return [row for row in rows if not row.over]
+
+    def detach(self) -> tuple[list[Row], list[BatchCache]]:
+        """Give up the running rows with their caches; nothing may be in flight that is still wanted."""
+        rows, self._rows = self._rows, []
+        caches: list[BatchCache] = []
+        if self._method is not None:
+            caches = list(self._method.caches())
+            self._method.abort()
+        self._samplers.set_rows(())
+        self.log.left += len(rows)
+        return rows, caches
 
     def fail(self, error: BaseException) -> None:
         """Reject every running row with ``error``; nothing of theirs is stored."""
-        rows, self._rows = self._rows, []
-        self.log.left += len(rows)
+        rows, _ = self.detach()
         for row in rows:
             row.error = row.error or (None if row.reason else error)
             self._conclude(row)
-        self._samplers.set_rows(())
-        if self._method is not None:
-            self._method.abort()
 
     def _reject(self, guilty: dict[int, Exception]) -> None:
         """Reject rows by place and drop them; first they get what was sampled before, and may be over with it."""

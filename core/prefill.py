@@ -30,9 +30,13 @@ _log = structlog.get_logger(__name__)
 
 @attrs.define(eq=False)
 class Preparing:
-    """A row on its way: where it stands, and the chunk that was planned for it."""
+    """A row on its way: where it stands, and the chunk that was planned for it.
+
+    ``ids`` are its known tokens: the prompt, and what a row that lost its state has delivered.
+    """
 
     row: Row
+    ids: tuple[int, ...]
     position: int
     chunk_size: int
     snapshot: int | None = None
@@ -69,27 +73,32 @@ class PrefillCohort:
 
     def admit(self, row: Row) -> None:
         """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
-        row.spans.begin("prefill.total", tokens=row.prompt_tokens)
-        position, restored = self._restore(row)
+        ids = row.known_ids
+        row.spans.begin("prefill.total", tokens=len(ids))
+        position, restored = self._restore(row, ids)
         snapshot = self._snapshot(row, position)
         self._add(restored)
-        row.cached_tokens = position
+        row.restart()
+        if not row.generated:
+            row.cached_tokens = position
         size = row.request.prefill_chunk or self._settings.prefill_chunk
-        self._preparing.append(Preparing(row, position, size, snapshot))
+        self._preparing.append(Preparing(row, ids, position, size, snapshot))
 
     def advance(self) -> bool:
         """Forward until a chunk yields, a prompt ends, or nothing is left; True when the cohort is empty.
 
-        Errors of a shared forward cost the guilty rows only; whatever else goes wrong costs the cohort's rows.
+        An error of a shared forward costs the guilty rows only. Whatever else goes wrong is raised.
         """
         self.published = False
         self._store.boundary()
-        try:
-            self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
-            self._recovery.run(self._forwards, lambda: self.rows, self._reject)
-        except Exception as error:  # noqa: BLE001 - running rows and the queue go on
-            self.fail(error)
+        self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
+        self._recovery.run(self._forwards, lambda: self.rows, self._reject)
         return not self._preparing
+
+    def surrender(self) -> list[Row]:
+        """Drop all state and return the rows that had not joined: what they hold cannot be trusted any more."""
+        rows, self._preparing, self._caches = self.rows, [], []
+        return list(rows)
 
     def fail(self, error: BaseException) -> None:
         """Reject every row of the cohort and drop its state."""
@@ -111,7 +120,7 @@ class PrefillCohort:
         for each in self._preparing:
             if each.chunk is None:
                 each.chunk = plan(
-                    each.row.prompt_tokens,
+                    len(each.ids),
                     each.position,
                     self._bound.longest_append(each.position, each.chunk_size),
                     tail_split=self._settings.tail_split,
@@ -120,7 +129,7 @@ class PrefillCohort:
         chunks = [each.chunk for each in self._preparing if each.chunk is not None]
         width = shared_width([each.position for each in self._preparing], chunks)
         ids = mx.array(
-            [each.row.prompt_ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
+            [each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
         )  # (rows, width)
         widths = [width] * len(self._preparing)
         with shared(self.rows, "prefill.forward", width):
@@ -157,7 +166,8 @@ class PrefillCohort:
         places = [self._preparing.index(each) for each in finals]
         for row in rows:
             row.spans.end("prefill.total")
-            row.spans.begin("token_zero.total")
+            if not row.generated:
+                row.spans.begin("token_zero.total")
             if row.cancelled:
                 row.reason = FinishReason.CANCELLED
         samplers = SamplerGroup(self._bound.samplers, self._settings.vectorised_sampling)
@@ -165,7 +175,7 @@ class PrefillCohort:
         draw = samplers.draw(logits[mx.array(places, dtype=mx.int32), -1], [not row.over for row in rows])
         self._group.flush()
         if self._defers(rows):
-            rows[0].sampled = 1
+            rows[0].sampled += 1
             self._hand_over(finals, draw)
             return
         for row, drawn in zip(rows, draw.read(), strict=True):
@@ -197,7 +207,7 @@ class PrefillCohort:
             self._publish_boundary(each)
             if row.over:
                 if row.reason is not None and row.reason is not FinishReason.CANCELLED:
-                    publish(self._store, self._bound.identity, self._caches, place, row, row.prompt_ids)
+                    publish(self._store, self._bound.identity, self._caches, place, row, each.ids)
                 self._conclude(row)
                 continue
             try:
@@ -229,16 +239,16 @@ class PrefillCohort:
                 cache.keep(range(place))
             raise
 
-    def _restore(self, row: Row) -> tuple[int, list[BatchCache] | None]:
+    def _restore(self, row: Row, ids: Sequence[int]) -> tuple[int, list[BatchCache] | None]:
         """Return the restored length and one-row caches, or 0 and None. An error of the store costs the prefix."""
-        if not row.request.reuse_prefix or row.prompt_tokens < 2:
+        if not row.request.reuse_prefix or len(ids) < 2:
             return 0, None
         try:
-            found = self._store.lookup(state_key(self._bound.identity, row), row.prompt_ids)
+            found = self._store.lookup(state_key(self._bound.identity, row), ids)
             if found is None:
                 return 0, None
             length, states = found
-            if not 0 < length < row.prompt_tokens or len(states) != len(self._bound.layers):
+            if not 0 < length < len(ids) or len(states) != len(self._bound.layers):
                 return 0, None
             caches = [layer.layout.restore(state) for layer, state in zip(self._bound.layers, states, strict=True)]
         except Exception as error:  # noqa: BLE001 - computed again instead

@@ -71,6 +71,11 @@ class Row:
         return len(self.prompt_ids)
 
     @property
+    def known_ids(self) -> tuple[int, ...]:
+        """The prompt and every delivered token: what is computed again where the state is lost."""
+        return (*self.prompt_ids, *self.token_ids)
+
+    @property
     def over(self) -> bool:
         """True once the row has a reason or an error: it takes no further part."""
         return self.reason is not None or self.error is not None
@@ -120,6 +125,10 @@ class Row:
             self.fed_tainted = True
             if self.text is not None:
                 self.text = self.text.again(self.token_ids)
+
+    def restart(self) -> None:
+        """Forget what the caches held: the row goes on from its known tokens, with the draws that it would have had."""
+        self.fed, self.sampled, self.fed_tainted = list(self.token_ids), self.generated, False
 
     def settle(self, outcome: Result | BaseException) -> bool:
         """Fix the outcome once. Later calls change nothing and return False."""

@@ -11,6 +11,7 @@ OarlockError
 ├── WrongThread, StepInsideStep (RuntimeError)
 ├── RowError (RuntimeError)              one row failed; its neighbours go on ── NonFiniteLogits, SlowConsumer
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
+├── RecoveriesExhausted (RuntimeError)   the device fails again and again though no row is guilty
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
 ├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable
 ├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
@@ -68,6 +69,7 @@ from oarlock.core.errors.running import (
     NeverFits,
     NonFiniteLogits,
     QueueFull,
+    RecoveriesExhausted,
     RowError,
     SlowConsumer,
     StepInsideStep,
@@ -106,6 +108,7 @@ __all__ = [
     "PluginError",
     "PromptTooLong",
     "QueueFull",
+    "RecoveriesExhausted",
     "RegistryFrozen",
     "RequestError",
     "RequirementUnmet",

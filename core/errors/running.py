@@ -84,6 +84,17 @@ class SlowConsumer(RowError):
         )
 
 
+class RecoveriesExhausted(OarlockError, RuntimeError):
+    """The device failed again and again though no row is guilty. ``cause`` is its last error."""
+
+    def __init__(self, limit: int, cause: BaseException) -> None:
+        self.limit, self.cause = limit, cause
+        super().__init__(
+            f"the device failed {limit + 1} times without a request finished in between and max_recoveries is {limit} "
+            f"({type(cause).__name__}: {cause})"
+        )
+
+
 class CompositionError(OarlockError, RuntimeError):
     """A step fails for rows together though each of them succeeds alone.
 

@@ -7,11 +7,12 @@ import pytest
 # Inside core a file imports from its own rank and the ranks before it.
 ORDER = (
     {"errors", "request"},
-    {"row", "contracts", "config", "text", "tracing", "values"},
+    {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
     {"planner", "admission", "scheduler"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
+    {"rebuild"},
     {"layers", "bind", "attention", "probe", "rehearsal", "evidence", "intake", "driver", "handle", "models"},
     {"engine"},
     {"aio"},

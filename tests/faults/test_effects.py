@@ -69,6 +69,18 @@ class Recorder:
         return GreedyRows()
 
 
+class FailsOnce(PlainDecoding):
+    """Plain decoding whose first step fails as a device does."""
+
+    failed = False
+
+    def advance(self, work=None):
+        if not self.failed:
+            self.failed = True
+            raise OSError("once")
+        super().advance(work)
+
+
 class Other:
     """Plain decoding by another name, with an option."""
 
@@ -79,7 +91,7 @@ class Other:
 
     def open(self, host, options):
         self.log.append(("method", options.pace))
-        return PlainDecoding(host)
+        return FailsOnce(host)
 
 
 class Kept(NullStateCache):
@@ -127,7 +139,9 @@ def record(bench, config):
                 handles.append(engine.submit(attrs.evolve(request, id=f"r{place}")))
             except errors.QueueFull as error:
                 log.append(type(error))
-        log.append([handle.result().token_ids for handle in handles])
+        while engine.step():
+            pass
+        log.append([getattr(handle.outcome, "token_ids", repr(handle.outcome)) for handle in handles])
     return log
 
 
@@ -142,6 +156,7 @@ CHANGES = {
     "scheduler.early_first_token": False,
     "scheduler.pipeline": False,
     "scheduler.vectorised_sampling": False,
+    "scheduler.max_recoveries": 0,
     "scheduler.verify": False,
     "state_cache.name": "kept",
     "state_cache.publish_min_tokens": 2,
@@ -154,6 +169,7 @@ CHANGES = {
     "plugins.require": ["oarlock>=99"],
 }
 BESIDE = {
+    "scheduler.max_recoveries": {"method": {"name": "other"}},
     "state_cache.publish_min_tokens": {"state_cache": {"name": "kept"}},
     "method.pace": {"method": {"name": "other"}},
 }

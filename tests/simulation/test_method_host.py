@@ -180,8 +180,8 @@ def test_another_key_closes_it_and_the_next_opens_a_new_one(engine, method):
     assert method.notes[closed + 1] == "open"
 
 
-def test_an_error_of_advance_fails_the_active_rows_and_the_method_stays_open(engine, method):
-    """15.9, 10.6: it is no forward's, so nobody can be told guilty; who waits is not touched."""
+def test_an_error_of_advance_that_does_not_come_back_costs_nobody(engine, method):
+    """15.9, DESIGN 7.4: everything is computed again, who is preparing too, and the method stays open."""
     handles = [engine.submit(ask(i, 6)) for i in (1, 2)]
     while engine.stats()["active_rows"] < 2:
         engine.step()
@@ -189,7 +189,8 @@ def test_an_error_of_advance_fails_the_active_rows_and_the_method_stays_open(eng
     late = engine.submit(Request(prompt_ids=[3, *[5] * 8], max_tokens=1, prefill_chunk=2))  # still preparing
     while not late.done:
         engine.step()
-    assert [type(handle.outcome) for handle in handles] == [KeyError, KeyError]
+    assert [handle.result().token_ids for handle in handles] == [alone(1, 6), alone(2, 6)]
+    assert engine.stats()["recoveries"] == 1
     assert late.result().token_ids == (next_token([3, *[5] * 8]),)
     assert method.notes.count("open") == 1
     assert ("abort", ()) in method.notes
