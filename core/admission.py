@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from oarlock.core import errors
+from oarlock.core.contracts.policy import Lane
 from oarlock.core.row import Row
 
 
@@ -27,12 +28,15 @@ class GroupKey:
 class AdmissionQueue:
     """First in, first out within a priority; the head blocks what stands behind it.
 
-    Rows put back by preemption go to the head and do not count toward ``limit``.
+    ``choose`` says which priority is next, the highest by default. Rows put back by preemption go to the head and do not count toward
+    ``limit``.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, choose: Callable[[Sequence[Lane]], int] = lambda _: 0) -> None:
         self.limit = limit
+        self._choose = choose
         self._lanes: dict[int, deque[Row]] = {}
+        self._passed: Counter[int] = Counter()
         self._returned: deque[Row] = deque()
         self._waiting = 0  # kept, so that other threads may ask while a lane is being added
 
@@ -51,17 +55,21 @@ class AdmissionQueue:
 
     def head(self) -> Row | None:
         """Return the next row to admit, or None."""
-        return next(iter(self), None)
+        if self._returned:
+            return self._returned[0]
+        waiting = [priority for priority in sorted(self._lanes, reverse=True) if self._lanes[priority]]
+        if not waiting:
+            return None
+        lanes = [Lane(priority=priority, passed=self._passed[priority]) for priority in waiting]
+        return self._lanes[waiting[self._choose(lanes) if len(lanes) > 1 else 0]][0]
 
-    def pop(self) -> Row:
-        """Remove and return the head. Raises IndexError when empty."""
-        lanes = (self._returned, *(self._lanes[priority] for priority in sorted(self._lanes, reverse=True)))
-        lane = next((lane for lane in lanes if lane), None)
-        if lane is None:
-            msg = "pop from an empty queue"
-            raise IndexError(msg)
-        self._waiting -= 1
-        return lane.popleft()
+    def take(self, row: Row) -> None:
+        """Remove a row that is admitted; the other priorities that wait were passed over."""
+        returned = row in self._returned
+        self.prune(lambda other: other is row)
+        for priority, lane in () if returned else self._lanes.items():
+            passed = bool(lane) and priority != row.request.priority
+            self._passed[priority] = self._passed[priority] + 1 if passed else 0
 
     def prune(self, over: Callable[[Row], bool]) -> list[Row]:
         """Remove and return every row, wherever it stands, for which ``over`` is true."""
@@ -79,7 +87,7 @@ class AdmissionQueue:
         return self._waiting
 
     def __iter__(self) -> Iterator[Row]:
-        """Iterate in order of admission."""
+        """Iterate from the highest priority down, over rows put back first."""
         yield from self._returned
         for priority in sorted(self._lanes, reverse=True):
             yield from self._lanes[priority]

@@ -53,8 +53,8 @@ class Driver:
         self.bound = bound
         self.emitter = Emitter(observers, clock)
         self.group = ExecutionGroup(bound, store, self.emitter, store.release)
-        self.queue = AdmissionQueue(bound.config.scheduler.max_queued)
         self._recoveries = Rebuild(self.group, store, self.conclude, bound.config.scheduler.max_recoveries)
+        self.queue = AdmissionQueue(bound.config.scheduler.max_queued, bound.policy.choose)
         self._store = store
         self._observers = observers
         self._clock = clock
@@ -258,7 +258,7 @@ class Driver:
 
     def _remove_head(self, row: Row) -> None:
         with self.mutex:
-            self.queue.prune(lambda other: other is row)
+            self.queue.take(row)
 
     def _refuse(self, row: Row, error: BaseException) -> bool:
         row.error = error

@@ -1,13 +1,20 @@
-"""Scheduling policies: where decode stands between admissions and prefill. They own no queue and no row."""
+"""Scheduling policies: where decode stands between admissions and prefill, and whose turn it is. They own no row.
+
+What each promises is an inequality over what the config allows: ``rows`` are `scheduler.max_batch`, ``advance`` is the
+most that one advance of a preparation forwards: `scheduler.prefill_batch_tokens`, or a chunk and a token where that is
+more. ``prompt`` and ``answer`` are the longest there are, in tokens; ``chunks`` are those of the longest prompt. A
+stall is counted in prefill tokens between two steps of a running row. Rows that end with their first token take no
+place in the batch and stand apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from oarlock.core import hookimpl
-from oarlock.core.contracts.policy import Counts
+from oarlock.core.contracts.policy import Counts, Lane
 
 OARLOCK_API = 1
 
@@ -18,11 +25,19 @@ def _first_token_waits(counts: Counts) -> bool:
     return counts.published or (counts.early_first_token and alone)
 
 
-@attrs.frozen
-class DecodeFirst:
-    """Running rows advance in every iteration: they never wait longer than one prefill advance.
+class _HighestFirst:
+    """First come first served within a priority, and no priority waits for a lower one."""
 
-    Worst stall of a running row: one chunk per iteration, whatever arrives. While nothing runs, admissions group.
+    def choose(self, lanes: Sequence[Lane]) -> int:
+        """Return the highest priority."""
+        return 0
+
+
+@attrs.frozen
+class DecodeFirst(_HighestFirst):
+    """Running rows advance in every iteration; while nothing runs, admissions group.
+
+    Worst stall: ``advance``, whatever arrives. Worst wait: a higher priority goes first however long it comes.
     """
 
     name: str = "decode_first"
@@ -38,8 +53,11 @@ class DecodeFirst:
 
 
 @attrs.frozen
-class Fifo:
-    """The reference order: a preparation that delivered a token ends the iteration, short admissions group first."""
+class Fifo(_HighestFirst):
+    """The reference order: a preparation that delivered a token ends the iteration, short admissions group first.
+
+    Worst stall: ``rows * advance``, where short prompts come one by one. Worst wait: as under `decode_first`.
+    """
 
     name: str = "fifo"
     coalesce_s: float = 0.025
@@ -53,8 +71,44 @@ class Fifo:
         return True
 
 
+@attrs.frozen
+class PrefillFirst(_HighestFirst):
+    """Prompts go first: who waits and finds a place gets its first token before running rows get their next.
+
+    Worst stall: ``(rows - 1) * prompt``. Worst wait of a request that finds a place: no step of the running rows.
+    """
+
+    name: str = "prefill_first"
+    coalesce_s: float = 0.0
+
+    def ends_after_preparation(self, counts: Counts) -> bool:
+        """Return True until every prompt is done, and for first tokens to be seen."""
+        return counts.preparing or _first_token_waits(counts)
+
+    def admits_before_decode(self, counts: Counts) -> bool:
+        """Return True always."""
+        return True
+
+
+@attrs.frozen
+class FairShare(DecodeFirst):
+    """Steps as under `decode_first`; a priority that was passed over ``patience`` times is next, whoever else waits.
+
+    Worst stall: ``advance``. Worst wait of the first of its priority among ``lanes`` of them, with a steady stream of
+    others: ``patience + lanes - 1`` admissions, and so ``(patience + lanes + rows) * (chunks + answer)`` steps.
+    """
+
+    name: str = "fair_share"
+    patience: int = 4
+
+    def choose(self, lanes: Sequence[Lane]) -> int:
+        """Return the one passed over most often where that is too often, else the highest priority."""
+        longest = max(range(len(lanes)), key=lambda place: lanes[place].passed)
+        return longest if lanes[longest].passed >= self.patience else 0
+
+
 @hookimpl
 def register_policies(register: Callable[[object], None]) -> None:
-    """Register the two orders."""
-    register(DecodeFirst())
-    register(Fifo())
+    """Register the four orders."""
+    for policy in (DecodeFirst(), Fifo(), PrefillFirst(), FairShare()):
+        register(policy)

@@ -1,7 +1,8 @@
-"""Scheduling policies: small stateless objects that place decode between admissions and prefill."""
+"""Scheduling policies: small stateless objects that place decode between admissions and prefill, and order those."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
@@ -21,8 +22,19 @@ class Counts:
     early_first_token: bool
 
 
+@attrs.frozen(kw_only=True)
+class Lane:
+    """The waiting rows of one priority, first come first.
+
+    ``passed``: rows of other priorities that were admitted since one of this was, while one of this waited.
+    """
+
+    priority: int
+    passed: int
+
+
 class Policy(Protocol):
-    """Where decode stands between admissions and preparations. Stateless, chosen in the config."""
+    """Where decode stands between admissions and preparations, and who is next. Stateless, chosen in the config."""
 
     @property
     def name(self) -> str:
@@ -40,4 +52,12 @@ class Policy(Protocol):
 
     def admits_before_decode(self, counts: Counts) -> bool:
         """Return True to go round again without decoding, so that admissions group before the next step."""
+        ...
+
+    def choose(self, lanes: Sequence[Lane]) -> int:
+        """Return the place in ``lanes`` of the priority whose first row is admitted next.
+
+        Called where rows of several priorities wait, each time the head of the queue is asked for; ``lanes`` go from
+        the highest priority down. Rows put back by preemption come before all of them.
+        """
         ...

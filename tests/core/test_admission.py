@@ -30,7 +30,11 @@ def queue_of(*rows, limit=64):
 
 
 def drained(queue):
-    return [queue.pop().id for _ in range(len(queue))]
+    names = []
+    while (head := queue.head()) is not None:
+        queue.take(head)
+        names.append(head.id)
+    return names
 
 
 def test_first_in_first_out():
@@ -64,10 +68,10 @@ def test_the_limit_counts_waiting_rows_only():
         queue.push(row("c"))
     assert (caught.value.queued, caught.value.limit) == (2, 2)
     assert len(queue) == 3
-    queue.pop()  # the row put back
+    queue.take(queue.head())  # the row put back
     with pytest.raises(QueueFull):
         queue.push(row("c"))
-    queue.pop()
+    queue.take(queue.head())
     queue.push(row("c"))
     assert drained(queue) == ["b", "c"]
 
@@ -85,8 +89,31 @@ def test_an_empty_queue_has_no_head():
     queue = AdmissionQueue(1)
     assert queue.head() is None
     assert len(queue) == 0
-    with pytest.raises(IndexError, match="empty"):
-        queue.pop()
+
+
+def test_who_was_passed_over_is_counted_while_he_waits():
+    """What a policy chooses by: admissions of others since one of this priority, none while nobody waits."""
+    seen = []
+
+    def choose(lanes):
+        seen.append([(lane.priority, lane.passed) for lane in lanes])
+        return int(len(seen) > 3 and lanes[1].passed > 0)
+
+    queue = AdmissionQueue(64, choose)
+    for name in "abc":
+        queue.push(row(name, 5))
+    queue.take(queue.head())
+    queue.push(row("low"))
+    queue.push(row("lower", -1))
+    queue.push_front(row("back"))
+    assert drained(queue) == ["back", "b", "c", "low", "lower"]
+    assert seen[0] == [(5, 0), (0, 0), (-1, 0)]  # the row put back passed nobody
+    assert seen[-1] == [(0, 2), (-1, 2)]
+    for name in "de":
+        queue.push(row(name, 5))
+    queue.push(row("new"))
+    assert drained(queue) == ["d", "new", "e"]  # whom `choose` names, with counts from 0 again
+    assert seen[-2:] == [[(5, 0), (0, 0)], [(5, 0), (0, 1)]]
 
 
 @pytest.mark.parametrize(

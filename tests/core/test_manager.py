@@ -23,6 +23,7 @@ class Item:
         self.name, self.coalesce_s = name, 0.0
     def ends_after_preparation(self, counts): return False
     def admits_before_decode(self, counts): return False
+    def choose(self, lanes): return 0
 @hookimpl
 def register_adapters(register):
     for name in NAMES:

@@ -13,6 +13,7 @@ class Policy:
     coalesce_s = 0.0
     def ends_after_preparation(self, counts): return False
     def admits_before_decode(self, counts): return False
+    def choose(self, lanes): return 0
 @hookimpl
 def register_policies(register): register(Policy())
 """

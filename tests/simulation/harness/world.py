@@ -246,7 +246,8 @@ class World:
         mine = (-request.priority, int(request.id[1:]))  # plans are submitted in the order of their numbers
         for row in self.driver.queue:
             other = (-row.request.priority, int(row.id[1:]))
-            self.require(mine < other, f"{request.id} overtook {row.id}")
+            apart = self.setting.scheduler["policy"] == "fair_share" and other[0] != mine[0]
+            self.require(apart or mine < other, f"{request.id} overtook {row.id}")
 
     def _lock_released(self) -> None:
         self.require(not self.driver.active and not self.driver.preparing, "the lock was given back between steps")
@@ -256,7 +257,7 @@ class World:
         self.prepares += 1
         for row in self.driver.group.rows:
             self.stalled[row.id] += 1
-            if self.setting.scheduler["policy"] == "decode_first":
+            if self.setting.scheduler["policy"] in ("decode_first", "fair_share"):
                 self.require(self.stalled[row.id] <= 1, f"{row.id} waited for two preparation advances")
         self.preparing_now = True
         try:
