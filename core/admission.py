@@ -28,8 +28,8 @@ class GroupKey:
 class AdmissionQueue:
     """First in, first out within a priority; the head blocks what stands behind it.
 
-    ``choose`` says which priority is next, the highest by default. Rows put back by preemption go to the head and do not count toward
-    ``limit``.
+    ``choose`` says which priority is next, the highest by default. Rows put back by preemption go to the head and do
+    not count toward ``limit``.
     """
 
     def __init__(self, limit: int, choose: Callable[[Sequence[Lane]], int] = lambda _: 0) -> None:

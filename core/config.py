@@ -26,7 +26,6 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     # NOTE: what this version cannot do is refused, never ignored: key -> the values that work; () allows none.
     # Whoever builds the part deletes its line here.
     {
-        "scheduler.stall_bound_ms": (0,),
         "scheduler.compiled": ("auto", False),
         "scheduler.mixed": ("auto", False),
         "scheduler.mixed_token_budget": (256,),
@@ -108,7 +107,10 @@ class ModelConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("scheduler"))
 class SchedulerConfig:
-    """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes."""
+    """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes.
+
+    ``stall_bound_ms`` is the longest that running rows wait for one advance of a joiner's prompt; 0 is a chunk's time.
+    """
 
     max_batch: int = _setting(16, values.floor)
     max_queued: int = _setting(64, values.whole(1))

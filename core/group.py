@@ -14,6 +14,7 @@ from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
+from oarlock.core.pace import Pace
 from oarlock.core.publication import publish
 from oarlock.core.recording import Forwarded, StepLog
 from oarlock.core.recovery import Recovery
@@ -48,6 +49,7 @@ class ExecutionGroup:
         self.emitter = emitter
         self.recovery = Recovery(bound)
         self.log = StepLog()
+        self.pace = Pace(bound.config.scheduler.stall_bound_ms / 1e3, emitter.clock)
         self._store = store
         self._released = released
         self._rows: list[Row] = []

@@ -111,12 +111,17 @@ class PrefillCohort:
     # --- one advance ------------------------------------------------------------------------------------
 
     def _forwards(self) -> None:
+        pace = self._group.pace
+        pace.start()
         while self._preparing:
-            if self._forward():
+            waited_for = pace.bound > 0 and bool(self._group.rows)
+            if self._forward(pace.tokens() if waited_for else None):
+                return
+            if waited_for and pace.tokens() < len(self._preparing):
                 return
 
-    def _forward(self) -> bool:
-        """Do one shared forward; True where the advance ends with it."""
+    def _forward(self, budget: int | None) -> bool:
+        """Do one shared forward of at most ``budget`` tokens, but one a row; True where the advance ends with it."""
         for each in self._preparing:
             if each.chunk is None:
                 each.chunk = plan(
@@ -127,11 +132,12 @@ class PrefillCohort:
                     snapshot=each.snapshot,
                 )
         chunks = [each.chunk for each in self._preparing if each.chunk is not None]
-        width = shared_width([each.position for each in self._preparing], chunks)
+        width = shared_width([each.position for each in self._preparing], chunks, budget)
         ids = mx.array(
             [each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
         )  # (rows, width)
         widths = [width] * len(self._preparing)
+        self._group.pace.before()
         with shared(self.rows, "prefill.forward", width):
             logits = forwards.forward(self._bound, self._caches, ids, widths)
             forwards.settle(self._bound, self._caches, ids, widths, widths)
@@ -140,9 +146,12 @@ class PrefillCohort:
             each.position += width
         reached = [each for each in self._preparing if each.chunk is not None and each.position == each.chunk.end]
         finals = [each for each in reached if each.chunk is not None and each.chunk.final]
-        if len(finals) < len(self._preparing):  # otherwise the first tokens' evaluation covers the caches
+        measured = self._group.pace.bound > 0
+        if measured or len(finals) < len(self._preparing):  # otherwise the first tokens' evaluation covers the caches
             with shared(self.rows, "prefill.evaluate", width):
-                mx.eval([array for cache in self._caches for array in cache.arrays()])
+                mx.eval([array for cache in self._caches for array in cache.arrays()], logits[:, -1] if finals else [])
+        if measured:
+            self._group.pace.after(sum(widths))
         ends = bool(finals)
         for each in reached:
             chunk, each.chunk = each.chunk, None

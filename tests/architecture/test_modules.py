@@ -42,6 +42,7 @@ def test_no_directory_becomes_a_top_level_module(run_python):
         "oarlock.core",
         "oarlock.core.admission",
         "oarlock.core.config",
+        "oarlock.core.pace",
         "oarlock.core.planner",
         "oarlock.core.scheduler",
         "oarlock.core.testing.pytest_plugin",

@@ -370,7 +370,6 @@ def test_options_are_checked_by_the_plugin_that_declares_them():
         ("scheduler", "kv_budget", "4GiB"),
         ("scheduler", "kv_budget", "50%"),
         ("scheduler", "overcommit", 1.5),
-        ("scheduler", "stall_bound_ms", 20),
         ("state_cache", "prefix_bytes", "1GiB"),
         ("state_cache", "disk", ""),
         ("state_cache", "disk_bytes", "10GiB"),

@@ -150,6 +150,7 @@ CHANGES = {
     "scheduler.max_batch": 2,
     "scheduler.max_queued": 1,
     "scheduler.policy": "fifo",
+    "scheduler.stall_bound_ms": 1e-6,
     "scheduler.prefill_chunk": 4,
     "scheduler.prefill_batch_tokens": 2,
     "scheduler.tail_split": False,

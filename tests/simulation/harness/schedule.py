@@ -32,6 +32,7 @@ def setting(rng: random.Random) -> Setting:
         "max_batch": rng.choice((1, 2, 3, 4, 4, 5, 5, 5)),
         "max_queued": rng.choice((2, 64, 64, 64)),
         "policy": rng.choice(("decode_first", "fifo", "prefill_first", "fair_share")),
+        "stall_bound_ms": rng.choice((0, 0, 0, 60, 90)),
         "prefill_chunk": rng.choice((1, 4, 8, 16, 512, 512)),
         "prefill_batch_tokens": rng.choice((8, 64, 2048, 2048)),
         "tail_split": rng.random() < 0.7,

@@ -81,7 +81,7 @@ class World:
         self.engine = Engine(self.model, config=config, plugins=[plugin], lock=self.lock)
         self.driver = self.engine._driver
         ticks = itertools.count()
-        self.engine._scheduler.clock = lambda: next(ticks) * 0.01
+        self.engine._scheduler.clock = self.driver.group.pace.clock = lambda: next(ticks) * 0.01
         self.faults.install()
         self.store.failed = lambda: self.count("state cache raises")
         self.store.refuses = self._refuse
