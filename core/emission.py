@@ -101,7 +101,7 @@ class Emitter:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the outcome stands whether or not anybody listens
-            _log.warning("consumer_gone", request=row.id, error=repr(error))
+            _log.warning("consumer_gone", request_id=row.id, error=repr(error))
 
     def _first(self, row: Row) -> None:
         row.first_token_at = self.clock()

@@ -20,6 +20,7 @@ from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.loader import Tokenizer
 from oarlock.core.driver import Driver
 from oarlock.core.errors import EngineClosed, StepInsideStep, WrongThread
+from oarlock.core.gauges import gauges
 from oarlock.core.handle import Handle, Task
 from oarlock.core.intake import admit_request
 from oarlock.core.models import load_model
@@ -100,7 +101,6 @@ class Engine:
         self._owner: threading.Thread | None = None
         self._stepping = False
         self._names = itertools.count(1)
-        self._steps = itertools.count()
         self._observers.notify("model_bound", plan=self.bound)
 
     # --- requests --------------------------------------------------------------------------------------------
@@ -175,14 +175,13 @@ class Engine:
         An error of the driver itself rejects every row and is raised; the engine stays usable.
         """
         self._claim()
-        driver = self._driver
-        before, index, self._stepping = time.perf_counter(), next(self._steps), True
-        driver.group.log.start()
+        driver, log = self._driver, self._driver.group.log
+        self._stepping = True
+        log.start()
         try:
             turn = self._scheduler.iterate(driver)
             if turn is Turn.YIELDED and self._observers.wants("step_finished"):
-                step = driver.group.log.record(index, time.perf_counter() - before)
-                self._observers.notify("step_finished", step=step)
+                self._observers.notify("step_finished", step=log.record(busy=driver.busy))
             if driver.closed:
                 driver.fail_all(EngineClosed(), queued=True)
         except BaseException as error:
@@ -222,18 +221,8 @@ class Engine:
         return queued
 
     def stats(self) -> dict[str, Any]:
-        """Return gauges and counters: rows, KV bytes, recoveries, and the state cache's own."""
-        driver = self._driver
-        return {
-            "active_rows": driver.active,
-            "pending_rows": driver.queued + driver.preparing_rows,
-            "preparing_rows": driver.preparing_rows,
-            "kv_bytes": driver.group.kv_bytes,
-            "delivered_tokens": driver.emitter.delivered,
-            "recoveries": driver.group.recovery.recoveries,
-            "retries": driver.group.recovery.retries,
-            "state_cache": dict(self._store.stats()),
-        }
+        """Return gauges and counters (see `gauges.gauges`), and the state cache's own."""
+        return {**gauges(self._driver), "state_cache": dict(self._store.stats())}
 
     def close(self) -> None:
         """Reject what is left with `errors.EngineClosed` and release everything. Idempotent; legal from any thread.

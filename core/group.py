@@ -133,6 +133,11 @@ class ExecutionGroup:
         """Bytes allocated for the running rows."""
         return sum(cache.nbytes for cache in self._method.caches()) if self._method is not None else 0
 
+    @property
+    def kv_live_bytes(self) -> int:
+        """Bytes of them that hold tokens of rows."""
+        return sum(cache.live_bytes for cache in self._method.caches()) if self._method is not None else 0
+
     def use_method(self, name: str) -> None:
         """Open ``name`` unless it is open; the group is empty when it changes."""
         if self._method is not None and self._method_name == name:
@@ -167,6 +172,9 @@ class ExecutionGroup:
         if self._advances % CLEAR_EVERY == 1:
             self._store.boundary()
         self.recovery.run(self._method.advance, lambda: self._rows, self._reject)
+        if self.emitter.observers.attribution:
+            with self.log.times.spent("read"):
+                mx.synchronize()
         if self._advances % CLEAR_EVERY == 0:
             # What a model writes and never reads is no part of a step's evaluation: its graph would only grow.
             self.evaluate()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -22,8 +21,9 @@ Phase = Literal["idle", "prefill", "decode", "prefill+decode"]
 class StepRecord:
     """One iteration of an engine. Times are wall milliseconds; ids are those of the rows that took part.
 
-    ``joined`` and ``left`` count rows of the running group. ``build_ms`` is the host's time to build the next step,
-    ``read_ms`` its wait for the previous one, ``emit_ms`` that of limits, consumers and membership.
+    ``joined`` and ``left`` count rows of the running group. ``build_ms`` is the host's time to build forwards,
+    ``read_ms`` its wait for the device, ``emit_ms`` that of limits, consumers and membership; ``gap_ms`` lies between
+    the step before and this one, 0 where the engine was idle between them. Bytes are the allocator's, at the end.
     """
 
     index: int
@@ -36,7 +36,11 @@ class StepRecord:
     build_ms: float = 0.0
     read_ms: float = 0.0
     emit_ms: float = 0.0
+    gap_ms: float = 0.0
     total_ms: float = 0.0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
 
     @property
     def decode_rows(self) -> int:
@@ -63,9 +67,13 @@ class Observers:
     manager: pluggy.PluginManager
     _hooks: dict[str, tuple[_Observer, ...]] = attrs.field(init=False)
     _logged: set[tuple[str, str]] = attrs.field(factory=set, init=False)
+    attribution: bool = attrs.field(default=False, init=False)
+    """Whether the engine waits for the device after each phase, so that a phase's time is its own."""
 
     def __attrs_post_init__(self) -> None:
         self._hooks = {hook: _observers(self.manager, hook) for hook in OBSERVERS}
+        traces = [plugin for plugin in self.manager.get_plugins() if isinstance(plugin, StepTrace)]
+        self.attribution = any(trace.attribution for trace in traces)
 
     def wants(self, hook: str) -> bool:
         """Return whether anybody implements ``hook``, so that its record need not be made for nobody."""
@@ -97,41 +105,59 @@ def _observers(manager: pluggy.PluginManager, hook: str) -> tuple[_Observer, ...
     return tuple(_Observer(impl.plugin_name, impl.function, impl.argnames) for impl in found)
 
 
+TIMES = ("build_ms", "read_ms", "emit_ms", "gap_ms", "total_ms")
+"""What a `StepReport` says of each phase, by the names of `StepRecord`."""
+
+
+@attrs.frozen(kw_only=True)
+class Summary:
+    """Mean, median and 99th percentile of one kind of time, in milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
 @attrs.frozen(kw_only=True)
 class StepReport:
-    """Mean milliseconds per step, over ``steps`` steps; ``gap_ms`` lies between the end of one and the next."""
+    """Steps and their times by phase; the phase "all" holds every step, and is missing where there was none."""
 
-    steps: int
-    build_ms: float
-    read_ms: float
-    emit_ms: float
-    gap_ms: float
-    total_ms: float
+    steps: Mapping[str, int]
+    times: Mapping[str, Mapping[str, Summary]]
 
 
 @attrs.define(eq=False)
 class StepTrace:
-    """Accumulates step times for debugging: pass one as a plugin. Every step counts, with or without a read."""
+    """Collects step times for debugging: pass one as a plugin. Every step counts, with or without a read.
 
-    clock: Callable[[], float] = time.perf_counter
-    _steps: int = attrs.field(default=0, init=False)
-    _sums: dict[str, float] = attrs.field(factory=dict, init=False)
-    _ended: float | None = attrs.field(default=None, init=False)
+    With ``attribution`` the engine waits for the device after each phase: times are then those of the phase they stand
+    in, and longer, since nothing overlaps.
+    """
+
+    attribution: bool = False
+    _records: list[StepRecord] = attrs.field(factory=list, init=False)
 
     @hookimpl
     def step_finished(self, step: StepRecord) -> None:
         """Count a step that has just ended."""
-        now = self.clock()
-        gap = 0.0 if self._ended is None else max(0.0, (now - self._ended) * 1e3 - step.total_ms)
-        self._steps, self._ended = self._steps + 1, now
-        times = {name: getattr(step, name) for name in ("build_ms", "read_ms", "emit_ms", "total_ms")}
-        for name, value in {**times, "gap_ms": gap}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._records.append(step)
 
     def report(self) -> StepReport:
-        """Return the means and reset every counter."""
-        names = ("build_ms", "read_ms", "emit_ms", "gap_ms", "total_ms")
-        means = {name: self._sums.get(name, 0.0) / max(1, self._steps) for name in names}
-        report = StepReport(steps=self._steps, **means)
-        self._steps, self._sums, self._ended = 0, {}, None
-        return report
+        """Return what was counted and start again from nothing."""
+        records, self._records = self._records, []
+        phases: dict[str, list[StepRecord]] = {}
+        for step in records:
+            phases.setdefault("all", []).append(step)
+            phases.setdefault(step.phase, []).append(step)
+        return StepReport(
+            steps={phase: len(some) for phase, some in phases.items()},
+            times={
+                phase: {name: _summary([getattr(step, name) for step in some]) for name in TIMES}
+                for phase, some in phases.items()
+            },
+        )
+
+
+def _summary(values: Sequence[float]) -> Summary:
+    ordered, last = sorted(values), len(values) - 1
+    return Summary(mean=sum(ordered) / len(ordered), p50=ordered[round(0.5 * last)], p99=ordered[round(0.99 * last)])

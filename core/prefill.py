@@ -17,8 +17,8 @@ from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.group import ExecutionGroup, compacted
 from oarlock.core.planner import Chunk, plan, shared_width
-from oarlock.core.publication import extract, publish, state_key
-from oarlock.core.recording import Forwarded
+from oarlock.core.publication import extract, publish, restore, state_key
+from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
@@ -75,9 +75,11 @@ class PrefillCohort:
         """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
         ids = row.known_ids
         row.spans.begin("prefill.total", tokens=len(ids))
-        position, restored = self._restore(row, ids)
+        with shared([row], "cache.lookup_restore", len(ids)):
+            position, restored = restore(self._store, self._bound, row, ids)
         snapshot = self._snapshot(row, position)
-        self._add(restored)
+        with shared([row], "prefill.batch_setup", position):
+            self._add(restored)
         row.restart()
         if not row.generated:
             row.cached_tokens = position
@@ -91,7 +93,8 @@ class PrefillCohort:
         """
         self.published = False
         self._store.boundary()
-        self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
+        with shared(self.rows, "prefill.row_sync", 0):
+            self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
         self._recovery.run(self._forwards, lambda: self.rows, self._reject)
         return not self._preparing
 
@@ -131,43 +134,55 @@ class PrefillCohort:
                     tail_split=self._settings.tail_split,
                     snapshot=each.snapshot,
                 )
+                each.row.spans.begin("prefill.chunk", start=each.chunk.start, end=each.chunk.end)
         chunks = [each.chunk for each in self._preparing if each.chunk is not None]
         width = shared_width([each.position for each in self._preparing], chunks, budget)
         ids = mx.array(
             [each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
         )  # (rows, width)
         widths = [width] * len(self._preparing)
-        self._group.pace.before()
-        with shared(self.rows, "prefill.forward", width):
+        planned = zip(self._preparing, chunks, strict=True)
+        reached = [(each, chunk) for each, chunk in planned if each.position + width == chunk.end]
+        finals = [each for each, chunk in reached if chunk.final]
+        zeros, times, pace = [each.row for each in finals], self._group.log.times, self._group.pace
+        pace.before()
+        whose = shared(self.rows, "prefill.forward", width), shared(zeros, "token_zero.forward", width, **memory())
+        with times.spent("build"), whose[0], whose[1]:
             logits = forwards.forward(self._bound, self._caches, ids, widths)
             forwards.settle(self._bound, self._caches, ids, widths, widths)
         self._group.log.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
         for each in self._preparing:
             each.position += width
-        reached = [each for each in self._preparing if each.chunk is not None and each.position == each.chunk.end]
-        finals = [each for each in reached if each.chunk is not None and each.chunk.final]
-        measured = self._group.pace.bound > 0
-        if measured or len(finals) < len(self._preparing):  # otherwise the first tokens' evaluation covers the caches
-            with shared(self.rows, "prefill.evaluate", width):
-                mx.eval([array for cache in self._caches for array in cache.arrays()], logits[:, -1] if finals else [])
-        if measured:
-            self._group.pace.after(sum(widths))
+        attributed = self._group.emitter.observers.attribution
+        # Otherwise the first tokens' evaluation covers the caches.
+        if pace.bound or attributed or len(finals) < len(self._preparing):
+            with times.spent("read"), shared(self.rows, "prefill.evaluate", width):
+                mx.eval([array for cache in self._caches for array in cache.arrays()])
+        if finals and (pace.bound or attributed):
+            with times.spent("read"), shared(zeros, "token_zero.head", 1, **memory()):
+                mx.eval(logits[:, -1])
+        if pace.bound:
+            pace.after(sum(widths))
         ends = bool(finals)
-        for each in reached:
-            chunk, each.chunk = each.chunk, None
-            if chunk is not None and not chunk.final:
+        for each, chunk in reached:
+            each.chunk = None
+            each.row.spans.end("prefill.chunk")
+            if not chunk.final:
                 ends = ends or chunk.yields
                 self._drained(each, chunk)
         if finals:
-            self._complete(finals, logits)
+            with shared(zeros, "prefill.complete", 1):
+                self._complete(finals, logits)
         return ends
 
     def _drained(self, each: Preparing, chunk: Chunk) -> None:
         """Maintain a row at a chunk end: give the allocator's pool back, store a boundary snapshot."""
-        mx.clear_cache()
+        with shared([each.row], "prefill.kv_maintenance", chunk.end):
+            mx.clear_cache()
         if chunk.snapshot:
             place, tokens = self._preparing.index(each), each.row.prompt_ids[: chunk.end]
-            each.snapshot, each.boundary = None, extract(self._store, self._caches, place, each.row, tokens)
+            with shared([each.row], "prefill.checkpoint", chunk.end):
+                each.snapshot, each.boundary = None, extract(self._store, self._caches, place, each.row, tokens)
 
     def _complete(self, finals: Sequence[Preparing], logits: mx.array) -> None:
         """Sample, deliver and hand over the rows whose prompt is done; ``logits`` are [rows, width, V]."""
@@ -176,22 +191,29 @@ class PrefillCohort:
         for row in rows:
             row.spans.end("prefill.total")
             if not row.generated:
-                row.spans.begin("token_zero.total")
+                row.spans.begin("token_zero.total", **memory())
             if row.cancelled:
                 row.reason = FinishReason.CANCELLED
         samplers = SamplerGroup(self._bound.samplers, self._settings.vectorised_sampling)
         samplers.set_rows(rows)
-        draw = samplers.draw(logits[mx.array(places, dtype=mx.int32), -1], [not row.over for row in rows])
-        self._group.flush()
-        if self._defers(rows):
+        times = self._group.log.times
+        with times.spent("build"), shared(rows, "prefill.project", 1):
+            scores = logits[mx.array(places, dtype=mx.int32), -1]
+        with shared(rows, "token_zero.sample", 1, **memory()):
+            with times.spent("build"):
+                draw = samplers.draw(scores, [not row.over for row in rows], times)
+            self._group.flush()
+            deferred = self._defers(rows)
+            drawn = [] if deferred else draw.read()
+        if deferred:
             rows[0].sampled += 1
             self._hand_over(finals, draw)
             return
-        for row, drawn in zip(rows, draw.read(), strict=True):
-            row.sampled += drawn.real
-            if not row.over:
+        with times.spent("emit"):
+            for row, first in zip(rows, drawn, strict=True):
+                row.sampled += first.real
                 before = row.generated
-                self._group.emitter.emit(row, drawn)
+                self._group.emitter.emit(row, first)
                 self.published = self.published or row.generated > before
         mx.clear_cache()
         self._hand_over(finals, None)
@@ -205,9 +227,10 @@ class PrefillCohort:
 
     def _defers(self, rows: Sequence[Row]) -> bool:
         """Return whether the first token stays unread until the next decode step."""
-        settings = self._settings
-        alone = len(rows) == 1 and not self._group.rows and not rows[0].over
-        return alone and settings.pipeline and not settings.early_first_token and rows[0].request.constraint is None
+        settings, row = self._settings, rows[0]
+        if settings.early_first_token or self._group.emitter.observers.attribution or self._group.rows:
+            return False
+        return len(rows) == 1 and not row.over and settings.pipeline and row.request.constraint is None
 
     def _hand_over(self, finals: Sequence[Preparing], first: Draw | None) -> None:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
@@ -247,26 +270,6 @@ class PrefillCohort:
             for cache in done:
                 cache.keep(range(place))
             raise
-
-    def _restore(self, row: Row, ids: Sequence[int]) -> tuple[int, list[BatchCache] | None]:
-        """Return the restored length and one-row caches, or 0 and None. An error of the store costs the prefix."""
-        if not row.request.reuse_prefix or len(ids) < 2:
-            return 0, None
-        try:
-            found = self._store.lookup(state_key(self._bound.identity, row), ids)
-            if found is None:
-                return 0, None
-            length, states = found
-            if not 0 < length < len(ids) or len(states) != len(self._bound.layers):
-                return 0, None
-            caches = [layer.layout.restore(state) for layer, state in zip(self._bound.layers, states, strict=True)]
-        except Exception as error:  # noqa: BLE001 - computed again instead
-            _log.warning("prefix_not_restored", request=row.id, error=repr(error))
-            return 0, None
-        if any(cache.tokens != (length,) for cache in caches):
-            _log.warning("prefix_not_restored", request=row.id, error="the stored state has another length")
-            return 0, None
-        return length, caches
 
     def _snapshot(self, row: Row, position: int) -> int | None:
         """Return the prompt position whose state is worth storing: all but the last token, where long enough."""

@@ -1,15 +1,18 @@
-"""Handing finished rows' states to the state cache. It trusts no count that it has not checked."""
+"""Rows' states to the state cache and back from it. It trusts no count that it has not checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.row import Row
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
 
 _log = structlog.get_logger(__name__)
 
@@ -125,10 +128,36 @@ def extract(
         if not store.keeps(row):
             return None
         if any(cache.tokens[place] != len(tokens) for cache in caches):
-            _log.warning("state_dropped", request=row.id, tokens=len(tokens), held=caches[0].tokens[place])
+            _log.warning("state_dropped", request_id=row.id, tokens=len(tokens), held=caches[0].tokens[place])
             return None
         states = [cache.extract(place) for cache in caches]
     except Exception as error:  # noqa: BLE001 - the entry is lost, the row is not
-        _log.warning("state_not_stored", request=row.id, error=repr(error))
+        _log.warning("state_not_stored", request_id=row.id, error=repr(error))
         return None
     return states if all(state.tokens == len(tokens) for state in states) else None
+
+
+def restore(
+    store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]
+) -> tuple[int, list[BatchCache] | None]:
+    """Return the length and one-row caches of a stored prefix of ``ids``, or 0 and None.
+
+    An error of the store costs the prefix.
+    """
+    if not row.request.reuse_prefix or len(ids) < 2:
+        return 0, None
+    try:
+        found = store.lookup(state_key(bound.identity, row), ids)
+        if found is None:
+            return 0, None
+        length, states = found
+        if not 0 < length < len(ids) or len(states) != len(bound.layers):
+            return 0, None
+        caches = [layer.layout.restore(state) for layer, state in zip(bound.layers, states, strict=True)]
+    except Exception as error:  # noqa: BLE001 - computed again instead
+        _log.warning("prefix_not_restored", request_id=row.id, error=repr(error))
+        return 0, None
+    if any(cache.tokens != (length,) for cache in caches):
+        _log.warning("prefix_not_restored", request_id=row.id, error="the stored state has another length")
+        return 0, None
+    return length, caches

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
 import attrs
+import mlx.core as mx
 
 from oarlock.core.observe import StepRecord
 
 
+def memory() -> dict[str, int]:
+    """Return the allocator's bytes: in use, most ever in use, and kept for reuse. No sync."""
+    used, peak, kept = mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory()
+    return {"active_bytes": used, "peak_bytes": peak, "cache_bytes": kept}
+
+
 @attrs.define
 class Times:
-    """Host seconds of one step: building graphs, waiting for tokens, delivering them."""
+    """Host seconds of one step: building graphs, waiting for the device, delivering tokens."""
 
     build: float = 0.0
     read: float = 0.0
     emit: float = 0.0
+
+    @contextlib.contextmanager
+    def spent(self, on: str) -> Iterator[None]:
+        """Add the time of what is done inside to "build", "read" or "emit"."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, on, getattr(self, on) + time.perf_counter() - before)
 
 
 @attrs.frozen
@@ -27,25 +47,34 @@ class Forwarded:
 
 @attrs.define
 class StepLog:
-    """The forwards, membership changes and times since `start`."""
+    """The forwards, membership changes and times since `start`. Draws in flight keep ``times``: it is never replaced."""
 
+    clock: Callable[[], float] = time.perf_counter
     forwards: list[Forwarded] = attrs.field(factory=list)
     times: Times = attrs.field(factory=Times)
     joined: int = 0
     left: int = 0
+    _index: int = attrs.field(default=-1, init=False)
+    _gap: float = attrs.field(default=0.0, init=False)
+    _began: float = attrs.field(default=0.0, init=False)
+    _ended: float | None = attrs.field(default=None, init=False)
 
     def start(self) -> None:
         """Forget the step before."""
+        self._index, self._began = self._index + 1, self.clock()
+        self._gap = 0.0 if self._ended is None else self._began - self._ended
         self.forwards.clear()
-        self.times = Times()
+        self.times.build = self.times.read = self.times.emit = 0.0
         self.joined = self.left = 0
 
-    def record(self, index: int, seconds: float) -> StepRecord:
-        """Return the record of the step that took ``seconds``."""
+    def record(self, *, busy: bool) -> StepRecord:
+        """Return the record of the step that ends now. What follows is a gap where the engine is still ``busy``."""
+        now = self.clock()
+        self._ended = now if busy else None
         prefills = [done for done in self.forwards if done.prefill]
         decodes = [done for done in self.forwards if not done.prefill]
         return StepRecord(
-            index=index,
+            index=self._index,
             phase="prefill+decode" if prefills and decodes else "prefill" if prefills else "decode",
             decode_ids=decodes[-1].ids if decodes else (),
             prefill_ids=tuple(dict.fromkeys(name for done in prefills for name in done.ids)),
@@ -55,5 +84,7 @@ class StepLog:
             build_ms=1e3 * self.times.build,
             read_ms=1e3 * self.times.read,
             emit_ms=1e3 * self.times.emit,
-            total_ms=1e3 * seconds,
+            gap_ms=1e3 * self._gap,
+            total_ms=1e3 * (now - self._began),
+            **memory(),
         )

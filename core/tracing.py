@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -48,18 +48,19 @@ class Spans:
 
 
 @contextlib.contextmanager
-def shared(rows: Sequence[Row], phase: str, tokens: int) -> Iterator[None]:
+def shared(rows: Iterable[Row], phase: str, tokens: int, **attributes: Any) -> Iterator[None]:
     """Record shared work on every traced row, under one work id; such spans are not additive across rows.
 
     ``tokens`` are those of each row.
     """
+    rows = list(rows)
     traced = [row for row in rows if row.spans]
     if not traced:
         yield
         return
     work = next(_work)
     for row in traced:
-        row.spans.begin(phase, work=work, rows=len(rows), tokens=tokens)
+        row.spans.begin(phase, work=work, rows=len(rows), tokens=tokens, **attributes)
     try:
         yield
     finally:

@@ -116,15 +116,21 @@ def test_a_step_record_counts_its_rows():
         step.index = 2
 
 
-def test_the_trace_counts_every_step():
-    """Steps without a read count too, else build and gap times are inflated; a report resets."""
-    ends = iter([0.010, 0.030, 0.050])
-    trace = StepTrace(clock=lambda: next(ends))
+def test_the_trace_counts_every_step_by_its_phase():
+    """19.5: steps without a read count too, else build and gap times are inflated; a report resets."""
+    trace = StepTrace()
     tell = observers(trace)
-    tell.notify("step_finished", step=StepRecord(index=0, build_ms=4, read_ms=0, emit_ms=0, total_ms=10))
-    tell.notify("step_finished", step=StepRecord(index=1, build_ms=4, read_ms=6, emit_ms=3, total_ms=14))
-    tell.notify("step_finished", step=StepRecord(index=2, build_ms=4, read_ms=6, emit_ms=0, total_ms=20))
-    report = attrs.asdict(trace.report())
-    assert report.pop("steps") == 3
-    assert report == pytest.approx({"build_ms": 4, "read_ms": 4, "emit_ms": 1, "gap_ms": 2, "total_ms": 44 / 3})
-    assert set(attrs.asdict(trace.report()).values()) == {0}
+    for index in range(100):
+        tell.notify(
+            "step_finished", step=StepRecord(index=index, phase="decode", build_ms=index, read_ms=2, total_ms=5)
+        )
+    tell.notify("step_finished", step=StepRecord(index=100, phase="prefill", build_ms=1000, gap_ms=7, total_ms=9))
+    report = trace.report()
+    assert report.steps == {"all": 101, "decode": 100, "prefill": 1}
+    assert set(report.times) == set(report.steps)
+    assert {name: each.mean for name, each in report.times["prefill"].items()} == {
+        "build_ms": 1000, "read_ms": 0, "emit_ms": 0, "gap_ms": 7, "total_ms": 9,
+    }  # fmt: skip
+    assert attrs.astuple(report.times["decode"]["build_ms"]) == (49.5, 50, 98)
+    assert attrs.astuple(report.times["all"]["build_ms"]) == (pytest.approx(5950 / 101), 50, 99)
+    assert trace.report().steps == {}

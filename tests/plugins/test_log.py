@@ -39,6 +39,21 @@ def test_each_transition_is_one_event_named_like_its_hook(observers, hook):
         assert line["request_id"] == "r1"
 
 
+@pytest.mark.parametrize("end", ["request_finished", "request_failed"])
+def test_the_id_is_bound_once_and_forgotten_at_the_end(observers, end):
+    """One logger serves all transitions of a request, also of one that never was admitted; none is left over."""
+    loggers = []
+    for hook in ("request_admitted", "request_first_token", "request_preempted"):
+        observers.notify(hook, **FACTS[hook])
+        loggers.append(log._bound[id(REQUEST)])
+    assert loggers[0] is loggers[1] is loggers[2]
+    for _ in range(2):
+        with capture_logs() as lines:
+            observers.notify(end, **FACTS[end])
+        assert lines[0]["request_id"] == "r1"
+        assert not log._bound
+
+
 def test_the_numbers_of_a_finished_request_are_keys(observers):
     """A log line can be counted without parsing a sentence."""
     with capture_logs() as lines:
