@@ -209,7 +209,12 @@ class AsyncEngine:
 
     async def run_at_boundary(self, task: Callable[[], Any]) -> Any:
         """Run ``task`` on the engine's thread between steps and return its value."""
-        return await asyncio.to_thread(self._engine.run_at_boundary(task).result)
+        queued = self._engine.run_at_boundary(task)
+        try:
+            return await asyncio.to_thread(queued.result)
+        except asyncio.CancelledError:
+            queued.cancel()
+            raise
 
     def hold(self) -> None:
         """Admit nothing more until `release`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from oarlock.core.request import Result
@@ -66,21 +67,34 @@ class Task:
         self._engine = engine
         self._work = work
         self._done = threading.Event()
+        self._claim = threading.Lock()  # taken by whoever settles it, for good
         self._value: Any = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work, once; called by the driver. An error is its caller's."""
+        """Do the work, unless it was settled; called by the driver. An error is its caller's."""
+        if not self._claim.acquire(blocking=False):
+            return
         try:
             self._value = self._work()
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
             self._error = error
         self._done.set()
 
-    def fail(self, error: BaseException) -> None:
-        """Settle without running."""
-        self._error = error
-        self._done.set()
+    def fail(self, error: BaseException) -> bool:
+        """Settle without running; False where it runs already or is settled."""
+        settles = self._claim.acquire(blocking=False)
+        if settles:
+            self._error = error
+            self._done.set()
+        return settles
+
+    def cancel(self) -> bool:
+        """Give up a task that waits, so that `result` raises CancelledError; False where it runs already or is settled.
+
+        Legal from any thread. A task that has started always settles by itself.
+        """
+        return self.fail(CancelledError())
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the work's value or raise its error; waits as `Handle.result` does."""

@@ -13,7 +13,7 @@ ORDER = (
     {"planner", "admission", "scheduler", "pace"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
     {"rebuild"},
-    {"layers", "bind", "attention", "probe", "rehearsal", "evidence", "intake", "driver", "handle", "models"},
+    {"layers", "bind", "attention", "probe", "rehearsal", "evidence", "intake", "driver", "gauges", "handle", "models"},
     {"engine"},
     {"aio"},
 )

@@ -186,6 +186,24 @@ def test_what_is_refused_is_refused_at_once(model):
     run(model, scenario, config={"scheduler": {"max_queued": 1}})
 
 
+def test_a_cancelled_coroutine_gives_its_task_up(model):
+    """16.2; the thread that waited for it ends, and the engine goes on."""
+    ran = []
+
+    async def scenario(engine):
+        engine.hold()
+        waiting = asyncio.create_task(engine.run_at_boundary(lambda: ran.append(1)))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        engine.release()
+        assert await engine.run_at_boundary(lambda: 7) == 7
+
+    run(model, scenario)
+    assert not ran
+
+
 def test_close_rejects_what_is_left_and_is_idempotent(model):
     async def main():
         engine = AsyncEngine(model, positions=LONG)

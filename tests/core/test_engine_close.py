@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from concurrent.futures import CancelledError
 
 import mlx.core as mx
 import pytest
@@ -137,6 +138,23 @@ def test_tasks_run_between_steps_on_the_driving_thread(engines, successor, ask, 
         late.result(timeout=0.05)
     engine.release()
     assert late.result(timeout=5) == "late"
+
+
+def test_a_waiting_task_can_be_given_up_and_a_started_one_cannot(engines, successor):
+    """16.2: it never runs; one that has started settles by itself, whoever gives it up meanwhile."""
+    engine, ran = engines(successor), []
+    engine.hold()
+    waiting = engine.run_at_boundary(lambda: ran.append("waiting"))
+    assert waiting.cancel()
+    assert not waiting.cancel()
+    with pytest.raises(CancelledError):
+        waiting.result(timeout=5)
+    started = engine.run_at_boundary(lambda: [started.cancel()])
+    engine.release()
+    assert started.result(timeout=5) == [False]
+    assert not started.cancel()
+    assert started.result(timeout=5) == [False]
+    assert not ran
 
 
 def test_a_full_queue_refuses_with_the_numbers(engines, successor, ask, counted):

@@ -9,7 +9,7 @@ from harness.schedule import run
 
 PHASES = ("idle", "preparing", "running", "both")
 WHOSE = {
-    "idle": {"submit", "hold", "release", "close", "task", "task raises", "cancel queued", "cancel ended",
+    "idle": {"submit", "hold", "release", "close", "task", "task raises", "cancel task", "cancel queued", "cancel ended",
              "admission raises", "state cache raises", "end callback raises"},
     "preparing": {"cancel preparing"},
     "running": {"cancel running"},
@@ -28,11 +28,12 @@ def possible(event: str, phase: str) -> bool:
 
 def run_all(numbers, tools):
     """Run schedules by number, print what they did, and return nothing thin."""
-    table, occupancy, requests = Counter(), Counter(), 0
+    table, occupancy, steps, requests = Counter(), Counter(), Counter(), 0
     for number in numbers:
         report = run(number, tools)
         table += report.table
         occupancy += report.occupancy
+        steps += report.steps
         requests += report.requests
     events = sum(table.values())
     print(
@@ -42,17 +43,19 @@ def run_all(numbers, tools):
     for event in sorted({event for event, _ in table}):
         cells = (str(table[event, phase]) if possible(event, phase) else "-" for phase in PHASES)
         print(f"{event:24}" + "".join(f"{cell:>11}" for cell in cells))
-    return table, requests / len(numbers), events / len(numbers)
+    return table, steps, requests / len(numbers), events / len(numbers)
 
 
 @pytest.mark.timeout(1800)
 def test_two_thousand_schedules_hold_every_invariant(tools):
     """Every request settles once and as it would alone, nobody starves or stalls, and nothing is left over."""
-    table, requests, events = run_all(range(2000), tools)
+    table, steps, requests, events = run_all(range(2000), tools)
     assert requests >= 6
     assert events >= 8
     known = {event for event, _ in table}
-    assert len(known) == 21
+    assert len(known) == 22
+    assert len(steps) == 16, "each policy runs in each phase"
+    assert min(steps.values()) >= AT_LEAST
     thin = [(e, p, table[e, p]) for e in sorted(known) for p in PHASES if possible(e, p) and table[e, p] < AT_LEAST]
     assert not thin, f"too few of (event, phase): {thin}"
     assert not [cell for cell in table if not possible(*cell)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from concurrent.futures import CancelledError
 
 from harness.model import value
 from harness.plan import REFUSED, SHIFTS, Fate, Plan, Planned, fate
@@ -75,12 +76,15 @@ def at_end(world: World) -> None:
         if plan.index in world.handles:
             _check_request(world, plan)
     for raises, wait in world.tasks:
+        world.require(wait not in world.given_up or isinstance(wait._error, CancelledError), "a task came back")
         try:
             world.require(wait.result(0) == 7 and not raises, "a task gave another value")
         except Planned:
             world.require(raises, "a task failed by itself")
         except EngineClosed:
             world.require(world.closed, "a task was refused by an open engine")
+        except CancelledError:
+            world.require(wait in world.given_up, "a task was cancelled by itself")
     stats = world.engine.stats()
     counts = {name: stats[name] for name in ("active_rows", "pending_rows", "preparing_rows", "kv_bytes")}
     world.require(not any(counts.values()), f"something is left: {counts}")

@@ -24,6 +24,8 @@ class Report:
     requests: int
     occupancy: Counter
     table: Counter
+    steps: Counter
+    """Steps by (policy, phase)."""
 
 
 def setting(rng: random.Random) -> Setting:
@@ -106,8 +108,8 @@ def _add_family(rng: random.Random, plan: Plan, others: list[Plan], layers: int)
 def act(rng: random.Random, world: World) -> None:
     """Do one thing to the engine, or nothing."""
     known = [plan for plan in world.plans if plan.index in world.handles]
-    things = ("submit", "cancel", "hold", "release", "task", "close", "")
-    thing = rng.choices(things, (50, 5, 1.5, 40 if world.driver.held else 1, 6, 0.3, 15))[0]
+    things = ("submit", "cancel", "hold", "release", "task", "cancel task", "close", "")
+    thing = rng.choices(things, (50, 5, 1.5, 40 if world.driver.held else 1, 6, 1.5, 0.3, 15))[0]
     if thing == "submit" and world.waiting:
         world.submit()
     elif thing == "cancel" and known and world.cancels:
@@ -120,6 +122,8 @@ def act(rng: random.Random, world: World) -> None:
         world.release()
     elif thing == "task":
         world.task(raises=rng.random() < 0.4)
+    elif thing == "cancel task" and world.tasks:
+        world.cancel_task(rng.choice(world.tasks[-3:])[1])
     elif thing == "close":
         world.close()
 
@@ -143,7 +147,7 @@ def run(number: int, tools: Instruments) -> Report:
         raise AssertionError(msg) from error
     finally:
         tools.on_join = None
-    return Report(len(world.delivered), world.occupancy, world.table)
+    return Report(len(world.delivered), world.occupancy, world.table, world.steps)
 
 
 def _drive(rng: random.Random, world: World) -> None:

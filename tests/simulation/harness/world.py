@@ -41,6 +41,7 @@ class World:
     def __init__(self, setting: Setting, plans: list[Plan], tools: Instruments, published) -> None:
         self.setting, self.plans, self.tools = setting, plans, tools
         self.table: Counter[tuple[str, str]] = Counter()
+        self.steps: Counter[tuple[str, str]] = Counter()
         self.violations: list[str] = []
         self.waiting = list(plans)
         self.handles: dict[int, Any] = {}
@@ -52,6 +53,8 @@ class World:
         self.barred: set[str] = set()
         """Ids of rows that were cancelled between two steps before they ran."""
         self.tasks: list[tuple[bool, Any]] = []
+        self.given_up: list[Any] = []
+        """Tasks that were cancelled before they started."""
         self.stalled: Counter[str] = Counter()
         self.occupancy: Counter[int] = Counter()
         self.prepares = 0
@@ -186,6 +189,11 @@ class World:
         except EngineClosed:
             self.require(self.closed, "an open engine refused a task")
 
+    def cancel_task(self, task: Any) -> None:
+        self.count("cancel task")
+        if task.cancel():
+            self.given_up.append(task)
+
     def close(self) -> None:
         self.count("close")
         self.closed = True
@@ -194,6 +202,7 @@ class World:
     def step(self) -> bool:
         """Do one iteration; it never raises, whatever the schedule does."""
         self.stepping = True
+        self.steps[self.setting.scheduler["policy"], self.phase] += 1
         try:
             return self.engine.step()
         finally:
