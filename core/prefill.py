@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import mlx.core as mx
-import structlog
 
 from oarlock.core import forward as forwards
 from oarlock.core.contracts.layout import BatchCache, RowState
@@ -17,15 +16,13 @@ from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.group import ExecutionGroup, compacted
 from oarlock.core.planner import Chunk, plan, shared_width
-from oarlock.core.publication import extract, publish, restore, state_key
+from oarlock.core.publication import boundary, extract, publish, publish_boundary, restore
 from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
 from oarlock.core.tracing import shared
-
-_log = structlog.get_logger(__name__)
 
 
 @attrs.define(eq=False)
@@ -77,7 +74,7 @@ class PrefillCohort:
         row.spans.begin("prefill.total", tokens=len(ids))
         with shared([row], "cache.lookup_restore", len(ids)):
             position, restored = restore(self._store, self._bound, row, ids)
-        snapshot = self._snapshot(row, position)
+        snapshot = boundary(self._store, row, position, self._group.config.state_cache.publish_min_tokens)
         with shared([row], "prefill.batch_setup", position):
             self._add(restored)
         row.restart()
@@ -218,13 +215,6 @@ class PrefillCohort:
         mx.clear_cache()
         self._hand_over(finals, None)
 
-    def _publish_boundary(self, each: Preparing) -> None:
-        """Store the boundary snapshot of a row whose first token shows that its state is sound."""
-        states, each.boundary = each.boundary, None
-        if states is not None and each.row.error is None and each.row.reason is not FinishReason.CANCELLED:
-            tokens = each.row.prompt_ids[: states[0].tokens]
-            self._store.publish(state_key(self._bound.identity, each.row), list(tokens), states)
-
     def _defers(self, rows: Sequence[Row]) -> bool:
         """Return whether the first token stays unread until the next decode step."""
         settings, row = self._settings, rows[0]
@@ -236,7 +226,7 @@ class PrefillCohort:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
         for each in finals:
             row, place = each.row, self._preparing.index(each)
-            self._publish_boundary(each)
+            publish_boundary(self._store, self._bound.identity, row, each.boundary)
             if row.over:
                 if row.reason is not None and row.reason is not FinishReason.CANCELLED:
                     publish(self._store, self._bound.identity, self._caches, place, row, each.ids)
@@ -270,14 +260,6 @@ class PrefillCohort:
             for cache in done:
                 cache.keep(range(place))
             raise
-
-    def _snapshot(self, row: Row, position: int) -> int | None:
-        """Return the prompt position whose state is worth storing: all but the last token, where long enough."""
-        boundary = row.prompt_tokens - 1
-        minimum = max(1, self._group.config.state_cache.publish_min_tokens)
-        if not row.request.reuse_prefix or boundary < minimum or boundary <= position:
-            return None
-        return boundary if self._store.keeps(row) else None
 
     def _drop(self, over: Callable[[Row], bool], reason: FinishReason) -> None:
         """Drop rows between forwards."""

@@ -9,6 +9,7 @@ import structlog
 
 from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
 
 if TYPE_CHECKING:
@@ -135,6 +136,20 @@ def extract(
         _log.warning("state_not_stored", request_id=row.id, error=repr(error))
         return None
     return states if all(state.tokens == len(tokens) for state in states) else None
+
+
+def boundary(store: StateCache, row: Row, position: int, minimum: int) -> int | None:
+    """Return the prompt position whose state is worth storing: all but the last token, where that is long enough."""
+    found = row.prompt_tokens - 1
+    if not row.request.reuse_prefix or found < max(1, minimum) or found <= position:
+        return None
+    return found if store.keeps(row) else None
+
+
+def publish_boundary(store: StateCache, identity: str, row: Row, states: Sequence[RowState] | None) -> None:
+    """Store the boundary's state of a row whose first token shows that it is sound."""
+    if states is not None and row.error is None and row.reason is not FinishReason.CANCELLED:
+        store.publish(state_key(identity, row), list(row.prompt_ids[: states[0].tokens]), states)
 
 
 def restore(
