@@ -152,9 +152,7 @@ def publish_boundary(store: StateCache, identity: str, row: Row, states: Sequenc
         store.publish(state_key(identity, row), list(row.prompt_ids[: states[0].tokens]), states)
 
 
-def restore(
-    store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]
-) -> tuple[int, list[BatchCache] | None]:
+def restore(store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]) -> tuple[int, list[BatchCache] | None]:
     """Return the length and one-row caches of a stored prefix of ``ids``, or 0 and None.
 
     An error of the store costs the prefix.
