@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from oarlock.core import layers as reading
+from oarlock.core.adapters import Adapters
 from oarlock.core.attention import Swap
 from oarlock.core.config import EngineConfig, parse_options
 from oarlock.core.contracts.composition import (
@@ -49,6 +50,7 @@ class BoundModel:
     policy: Policy
     method: str
     method_reason: str
+    adapters: Adapters
     vocabulary: int
     positions: int | None
     verdict: Verdict = attrs.field(factory=Verdict)
@@ -144,6 +146,7 @@ class BoundModel:
                 "detail": "",
                 "reason": "config state_cache.name",
             },
+            *self.adapters.explain(),
         ]
         return lines
 
@@ -179,6 +182,7 @@ def bind(
         policy=plugins.resolve("policy", config.scheduler.policy),
         method=method,
         method_reason=method_reason,
+        adapters=Adapters(model, config.adapters.named, plugins),
         vocabulary=facts.vocabulary,
         positions=positions,
     )

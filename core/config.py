@@ -86,6 +86,15 @@ def _layers(key: str, value: Any) -> Mapping[str, Choice]:
     return MappingProxyType(layers)
 
 
+def _adapters(_: str, value: Any) -> Mapping[str, Choice]:
+    """Return how each adapter is opened: a bare path stands for a directory of kind `mlx_lm`."""
+    named = {}
+    for name, given in _options("adapters", value).items():
+        key, path = f"adapters.{values.name('adapters', name)}", isinstance(given, str | PathLike)
+        named[name] = _choice(key, {"name": "mlx_lm", "path": values.name(key, str(given))} if path else given)
+    return MappingProxyType(named)
+
+
 def _setting(default: Any, parse: values.Parse) -> Any:
     """Return a field whose values go through ``parse``, which is told the field's full key."""
     return attrs.field(default=default, metadata={"parse": parse})
@@ -168,6 +177,13 @@ class MethodConfig:
     options: Mapping[str, Any] = _setting({}, _options)
 
 
+@attrs.frozen(kw_only=True, field_transformer=_parsed("adapters"))
+class AdaptersConfig:
+    """``[adapters]``: those that requests may name, each a path, or a table with a kind's name and its options."""
+
+    named: Mapping[str, Choice] = _setting({}, _adapters)
+
+
 @attrs.frozen(kw_only=True, field_transformer=_parsed("plugins"))
 class PluginsConfig:
     """``[plugins]``: names never loaded, names loaded though off by default, and PEP 508 requirements."""
@@ -190,6 +206,7 @@ class EngineConfig:
     state_cache: StateCacheConfig = attrs.field(factory=StateCacheConfig)
     layouts: LayoutsConfig = attrs.field(factory=LayoutsConfig)
     method: MethodConfig = attrs.field(factory=MethodConfig)
+    adapters: AdaptersConfig = attrs.field(factory=AdaptersConfig)
     plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
 
     @classmethod
@@ -223,6 +240,8 @@ def _change(name: str, section: Any, given: Any) -> Any:
         kinds = {kind: choice for kind, choice in given.items() if kind != "layers"}
         layers = _layers("layouts.layers", given.get("layers", {}))
         return LayoutsConfig(kinds={**section.kinds, **kinds}, layers={**section.layers, **layers})
+    if name == "adapters":
+        return AdaptersConfig(named={**section.named, **given})
     _check_keys(name, given, [field.name for field in attrs.fields(type(section))])
     for key, value in given.items():
         if UNAVAILABLE.get(f"{name}.{key}") == ():

@@ -61,13 +61,12 @@ class Driver:
         self._lock = lock
         self._residency = Residency(bound.model)
         self._swap = bound.swap()
+        bound.adapters.open()
         self._work = contextlib.ExitStack()
         self._acquired = False
         self._tasks: deque[Task] = deque()
         self._preparation: PrefillCohort | None = None
         self._key: GroupKey | None = None
-        self._leave_adapter: Callable[[], None] | None = None
-        self._adapter = ""
 
     @property
     def active(self) -> int:
@@ -163,7 +162,7 @@ class Driver:
             return
         self._acquired = False
         try:
-            self._switch_adapter("")
+            self.bound.adapters.switch("")
         finally:
             work, self._work = self._work, contextlib.ExitStack()
             work.close()
@@ -251,7 +250,8 @@ class Driver:
         for row in waiting:
             row.error = error
             attempts.append(partial(self.conclude, row))
-        attempt_all([*attempts, self.group.close_method, self.release, *([self._swap.close] if self.closed else [])])
+        ends = [self.bound.adapters.close, self._swap.close] if self.closed else []
+        attempt_all([*attempts, self.group.close_method, self.release, *ends])
 
     def _compatible(self, row: Row) -> bool:
         return compatible(row.key, self._key if self.active or self.preparing else None)
@@ -269,7 +269,7 @@ class Driver:
         """Take a row out of the queue's hands: namespace, adapter, method, preparation, in this order."""
         request = row.request
         row.namespace = request.namespace() if callable(request.namespace) else request.namespace
-        self._switch_adapter(row.key.adapter)
+        self.bound.adapters.switch(row.key.adapter)
         if request.on_admitted is not None:
             request.on_admitted()
         row.admitted_at = self._clock()
@@ -282,15 +282,3 @@ class Driver:
             self._preparation = cohort
         else:
             self._preparation.admit(row)
-
-    def _switch_adapter(self, name: str) -> None:
-        """Leave the entered adapter and enter ``name``; if that raises, none is entered."""
-        if name == self._adapter:
-            return
-        leave, self._leave_adapter, self._adapter = self._leave_adapter, None, ""
-        if leave is not None:
-            leave()
-        if name:
-            adapter = self.bound.plugins.resolve("adapter", name)
-            self._leave_adapter = adapter.enter(self.bound.model)
-            self._adapter = name

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from oarlock.core.contracts.composition import PartedCache
 from oarlock.core.contracts.layout import BatchCache, Positions
+from oarlock.core.row import Row
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -17,51 +18,74 @@ if TYPE_CHECKING:
 class ForwardFailed(Exception):
     """Internal: a forward raised while it was built; the caches were put back. Carries its inputs for a retry."""
 
-    def __init__(self, cause: Exception, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cause: Exception,
+        caches: Sequence[BatchCache],
+        ids: mx.array,
+        widths: Sequence[int],
+        rows: Sequence[Row] = (),
+    ) -> None:
         super().__init__(str(cause))
-        self.cause, self.caches, self.ids, self.widths = cause, caches, ids, widths
+        self.cause, self.caches, self.ids, self.widths, self.rows = cause, caches, ids, widths, rows
 
 
-def forward(bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
+def forward(
+    bound: BoundModel,
+    caches: Sequence[BatchCache],
+    ids: mx.array,
+    widths: Sequence[int],
+    rows: Sequence[Row] = (),
+) -> mx.array:
     """Forward ``ids`` uint32 ``[B, W]`` and return logits ``[B, W, V]``; `settle` must follow.
 
-    Row i has ``widths[i]`` real tokens; what stands behind them is padding. Nothing is evaluated here.
+    Row i has ``widths[i]`` real tokens; what stands behind them is padding. ``rows`` are those that the lines of
+    ``ids`` belong to; without them the bare model runs. Nothing is evaluated here.
     Raises `ForwardFailed` with the caches as they were before.
     """
     starts = Positions(caches[0].tokens)
     try:
         for cache in caches:
             cache.begin(widths, starts)
-        together = bound.verdict.ragged
-        logits: mx.array = bound.model(ids, cache=list(caches)) if together else _by_part(bound.model, caches, ids)
+        if bound.verdict.ragged:
+            with bound.adapters.applied(rows):
+                logits: mx.array = bound.model(ids, cache=list(caches))
+        else:
+            logits = _by_part(bound, caches, ids, rows)
     except Exception as cause:
         nothing = [0] * len(starts)
         for cache in caches:
             cache.commit(nothing)
-        raise ForwardFailed(cause, caches, ids, widths) from cause
+        raise ForwardFailed(cause, caches, ids, widths, rows) from cause
     return logits
 
 
-def _by_part(model: Any, caches: Sequence[Any], ids: mx.array) -> mx.array:
+def _by_part(bound: BoundModel, caches: Sequence[Any], ids: mx.array, rows: Sequence[Row]) -> mx.array:
     """Return logits ``[B, W, V]``, computed in one forward for each part of the rows."""
     whole: PartedCache = caches[0]
     logits, order = [], []
     for index, part in enumerate(whole.parts):
-        rows = ids[mx.array(part.places, dtype=mx.int32)]
-        logits.append(model(rows, cache=[cache.parts[index].cache for cache in caches]))
+        lines = ids[mx.array(part.places, dtype=mx.int32)]
+        with bound.adapters.applied([rows[place] for place in part.places] if rows else ()):
+            logits.append(bound.model(lines, cache=[cache.parts[index].cache for cache in caches]))
         order += part.places
     back = sorted(range(len(order)), key=order.__getitem__)
     return mx.concatenate(logits)[mx.array(back, dtype=mx.int32)] if back != order or len(logits) > 1 else logits[0]
 
 
 def settle(
-    bound: BoundModel, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]
+    bound: BoundModel,
+    caches: Sequence[BatchCache],
+    ids: mx.array,
+    widths: Sequence[int],
+    kept: Sequence[int],
+    rows: Sequence[Row] = (),
 ) -> None:
     """Close a forward so that row i holds ``kept[i]`` of its tokens on every layer.
 
     Layers that cannot rewind (recurrent) drop a row that was cut in the middle; its accepted tokens are then
     forwarded again: once for models that honour ``lengths``, else once per distinct count, since padding spoils
-    the states of those models. For the same reason they keep no row that was padded.
+    the states of those models. For the same reason they keep no row that was padded. ``rows`` as in `forward`.
     """
     window = max(widths, default=0)
     sound = [bound.honours_lengths or width in (0, window) for width in widths]
@@ -76,6 +100,6 @@ def settle(
     counts = [left] if bound.honours_lengths else [[n if n == count else 0 for n in left] for count in {*left} - {0}]
     for again in counts:
         if any(again):
-            forward(bound, caches, ids[:, : max(again)], again)
+            forward(bound, caches, ids[:, : max(again)], again, rows)
             for cache in caches:
                 cache.commit(again)

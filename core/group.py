@@ -77,14 +77,14 @@ class ExecutionGroup:
     def forward(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
         """Forward and count it; see `core.forward.forward`."""
         before = time.perf_counter()
-        logits = forwards.forward(self.bound, caches, ids, widths)
+        logits = forwards.forward(self.bound, caches, ids, widths, self._rows)
         self.log.times.build += time.perf_counter() - before
         self.log.forwards.append(Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False))
         return logits
 
     def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
         """Close a forward; see `core.forward.settle`."""
-        forwards.settle(self.bound, caches, ids, widths, kept)
+        forwards.settle(self.bound, caches, ids, widths, kept, self._rows)
 
     def sample(self, logits: mx.array, live: Sequence[bool]) -> PendingDraw:
         """Sample one token per running row and count it for the live ones."""

@@ -49,7 +49,7 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
         max_tokens=_limit(request, len(ids), bound.positions),
         stop_ids=eos | frozenset(request.stop_token_ids),
         seed=secrets.randbits(63) if seed is None else seed,
-        key=GroupKey(method=request.method or bound.method, adapter=request.adapter or ""),
+        key=GroupKey(method=request.method or bound.method, adapter=bound.adapters.group(request.adapter or "")),
         text=TextStream(tokenizer.decode, request.stop, request.include_stop) if tokenizer is not None else None,
     )
 
@@ -61,8 +61,6 @@ def _check_features(request: Request, bound: BoundModel) -> None:
     """
     if request.method is not None:
         bound.plugins.resolve("method", request.method)
-    if request.adapter is not None:
-        bound.plugins.resolve("adapter", request.adapter)
     sampling, plain = request.sampling, SamplingParams()
     of_processors = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
     changed = [name for name in of_processors if getattr(sampling, name) != getattr(plain, name)]

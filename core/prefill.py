@@ -145,8 +145,8 @@ class PrefillCohort:
         pace.before()
         whose = shared(self.rows, "prefill.forward", width), shared(zeros, "token_zero.forward", width, **memory())
         with times.spent("build"), whose[0], whose[1]:
-            logits = forwards.forward(self._bound, self._caches, ids, widths)
-            forwards.settle(self._bound, self._caches, ids, widths, widths)
+            logits = forwards.forward(self._bound, self._caches, ids, widths, self.rows)
+            forwards.settle(self._bound, self._caches, ids, widths, widths, self.rows)
         self._group.log.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
         for each in self._preparing:
             each.position += width

@@ -104,7 +104,7 @@ class SafeStateCache:
 
 def state_key(identity: str, row: Row) -> dict[str, str]:
     """Return what besides the tokens decides a row's state."""
-    return {"identity": identity, "adapter": row.key.adapter, "namespace": row.namespace}
+    return {"identity": identity, "adapter": row.request.adapter or "", "namespace": row.namespace}
 
 
 def publish(

@@ -97,8 +97,9 @@ class Recovery:
         self.retries += 1
         ids = failure.ids[mx.array(list(places), dtype=mx.int32)]
         widths = [failure.widths[i] for i in places]
+        rows = [failure.rows[i] for i in places] if failure.rows else ()
         try:
-            forward(self.bound, [cache.take(places) for cache in failure.caches], ids, widths)
+            forward(self.bound, [cache.take(places) for cache in failure.caches], ids, widths, rows)
         except ForwardFailed as again:
             return again.cause
         return None

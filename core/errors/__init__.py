@@ -13,7 +13,7 @@ OarlockError
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
 ├── RecoveriesExhausted (RuntimeError)   the device fails again and again though no row is guilty
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
-├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable
+├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable, AdapterRefused
 ├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
 └── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
                                             ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin, InvalidPlugin
@@ -21,6 +21,7 @@ OarlockError
 
 from oarlock.core.errors.base import OarlockError, did_you_mean
 from oarlock.core.errors.binding import (
+    AdapterRefused,
     BindError,
     ConfigError,
     InvalidConfigValue,
@@ -77,6 +78,7 @@ from oarlock.core.errors.running import (
 )
 
 __all__ = [
+    "AdapterRefused",
     "AdmissionError",
     "ApiMismatch",
     "BindError",

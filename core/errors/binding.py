@@ -55,6 +55,14 @@ class LayoutRefused(BindError):
         super().__init__(f"layout {layout!r} cannot hold layer {layer}: {reason}")
 
 
+class AdapterRefused(BindError):
+    """An adapter that the config names cannot be put onto this model. Attribute ``adapter``: its name there."""
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        self.adapter, self.reason = adapter, reason
+        super().__init__(f"adapter {adapter!r} cannot be used: {reason}")
+
+
 class ModelNotBatchable(BindError):
     """The bind probe found that rows disturb each other in this model. ``layer``: where first, if it is known."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import attrs
@@ -37,6 +38,7 @@ class Bound:
 
     model: Model
     verdict: object = SimpleNamespace(ragged=True)
+    adapters: object = SimpleNamespace(applied=lambda _: nullcontext())
 
 
 @attrs.define

@@ -165,6 +165,7 @@ CHANGES = {
     "layouts.layers": {"0": "other"},
     "method.name": "other",
     "method.pace": 3,
+    "adapters.alice": "no such directory",
     "plugins.disable": ["log"],
     "plugins.enable": ["log"],
     "plugins.require": ["oarlock>=99"],
@@ -208,5 +209,9 @@ def test_no_key_is_left_out():
         for section in attrs.fields(EngineConfig)
         for field in attrs.fields(type(getattr(EngineConfig(), section.name)))
     }
-    free = {"layouts.kinds": "layouts.full", "method.options": "method.pace"}  # tables whose keys are not ours
+    free = {
+        "layouts.kinds": "layouts.full",
+        "method.options": "method.pace",
+        "adapters.named": "adapters.alice",
+    }  # tables whose keys are not ours
     assert {free.get(key, key) for key in keys} == CHANGES.keys() | (keys & UNAVAILABLE.keys())
