@@ -1,5 +1,6 @@
 """Public names that need no mlx: what a caller builds requests with and what a plugin marks its hooks with."""
 
+from oarlock.core.contracts.inputs import PreparedInputs
 from oarlock.core.errors import OarlockError
 from oarlock.core.hookspecs import hookimpl
 from oarlock.core.request import FinishReason, Logprob, Request, Result, SamplingParams, TokenEvent, Usage
@@ -8,6 +9,7 @@ __all__ = [
     "FinishReason",
     "Logprob",
     "OarlockError",
+    "PreparedInputs",
     "Request",
     "Result",
     "SamplingParams",

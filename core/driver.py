@@ -254,6 +254,8 @@ class Driver:
         attempt_all([*attempts, self.group.close_method, self.release, *ends])
 
     def _compatible(self, row: Row) -> bool:
+        if self._preparation is not None and not self._preparation.takes(row):
+            return False
         return compatible(row.key, self._key if self.active or self.preparing else None)
 
     def _remove_head(self, row: Row) -> None:

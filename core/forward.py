@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from oarlock.core.contracts.composition import PartedCache
 from oarlock.core.contracts.layout import BatchCache, Positions
+from oarlock.core.inputs import arguments
 from oarlock.core.row import Row
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def forward(
         for cache in caches:
             cache.begin(widths, starts)
         if bound.verdict.ragged:
+            given = arguments(rows, starts, ids.shape[1])
             with bound.adapters.applied(rows):
-                logits: mx.array = bound.model(ids, cache=list(caches))
+                logits: mx.array = bound.model(ids, cache=list(caches), **given)
         else:
-            logits = _by_part(bound, caches, ids, rows)
+            logits = _by_part(bound, caches, ids, rows, starts)
     except Exception as cause:
         nothing = [0] * len(starts)
         for cache in caches:
@@ -60,14 +62,18 @@ def forward(
     return logits
 
 
-def _by_part(bound: BoundModel, caches: Sequence[Any], ids: mx.array, rows: Sequence[Row]) -> mx.array:
+def _by_part(
+    bound: BoundModel, caches: Sequence[Any], ids: mx.array, rows: Sequence[Row], starts: Sequence[int]
+) -> mx.array:
     """Return logits ``[B, W, V]``, computed in one forward for each part of the rows."""
     whole: PartedCache = caches[0]
     logits, order = [], []
     for index, part in enumerate(whole.parts):
         lines = ids[mx.array(part.places, dtype=mx.int32)]
-        with bound.adapters.applied([rows[place] for place in part.places] if rows else ()):
-            logits.append(bound.model(lines, cache=[cache.parts[index].cache for cache in caches]))
+        own = [rows[place] for place in part.places] if rows else []
+        given = arguments(own, [starts[place] for place in part.places], ids.shape[1])
+        with bound.adapters.applied(own):
+            logits.append(bound.model(lines, cache=[cache.parts[index].cache for cache in caches], **given))
         order += part.places
     back = sorted(range(len(order)), key=order.__getitem__)
     return mx.concatenate(logits)[mx.array(back, dtype=mx.int32)] if back != order or len(logits) > 1 else logits[0]

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from oarlock.core import inputs
 from oarlock.core.admission import GroupKey
 from oarlock.core.contracts.loader import Tokenizer
 from oarlock.core.errors import (
@@ -49,7 +50,11 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
         max_tokens=_limit(request, len(ids), bound.positions),
         stop_ids=eos | frozenset(request.stop_token_ids),
         seed=secrets.randbits(63) if seed is None else seed,
-        key=GroupKey(method=request.method or bound.method, adapter=bound.adapters.group(request.adapter or "")),
+        key=GroupKey(
+            method=request.method or bound.method,
+            adapter=bound.adapters.group(request.adapter or ""),
+            decode_state=request.inputs.argument if request.inputs is not None else "",
+        ),
         text=TextStream(tokenizer.decode, request.stop, request.include_stop) if tokenizer is not None else None,
     )
 
@@ -64,11 +69,13 @@ def _check_features(request: Request, bound: BoundModel) -> None:
     sampling, plain = request.sampling, SamplingParams()
     of_processors = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
     changed = [name for name in of_processors if getattr(sampling, name) != getattr(plain, name)]
-    changed += [name for name in ("inputs", "checkpoint_interval", "constraint") if getattr(request, name) is not None]
+    changed += [name for name in ("checkpoint_interval", "constraint") if getattr(request, name) is not None]
     changed += ["min_tokens"] if request.min_tokens else []
     if changed:
         raise UnsupportedFeature(changed[0], "this version of oarlock cannot do it")
     choose(bound.samplers, sampling)
+    if request.inputs is not None:
+        inputs.check(request, bound)
 
 
 def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -68,6 +68,10 @@ class PrefillCohort:
         """Prompt tokens of the rows, restored ones apart: not the remaining work."""
         return sum(row.prompt_tokens - row.cached_tokens for row in self.rows)
 
+    def takes(self, row: Row) -> bool:
+        """Return whether ``row`` may be prefilled beside those that are here."""
+        return not self._preparing or (self.accepts and row.request.inputs is None)
+
     def admit(self, row: Row) -> None:
         """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
         ids = row.known_ids
@@ -82,6 +86,7 @@ class PrefillCohort:
             row.cached_tokens = position
         size = row.request.prefill_chunk or self._settings.prefill_chunk
         self._preparing.append(Preparing(row, ids, position, size, snapshot))
+        self.accepts = row.request.inputs is None
 
     def advance(self) -> bool:
         """Forward until a chunk yields, a prompt ends, or nothing is left; True when the cohort is empty.
@@ -127,7 +132,7 @@ class PrefillCohort:
                 each.chunk = plan(
                     len(each.ids),
                     each.position,
-                    self._bound.longest_append(each.position, each.chunk_size),
+                    self._bound.longest_append(each.position, each.row.unmixed(each.position, each.chunk_size)),
                     tail_split=self._settings.tail_split,
                     snapshot=each.snapshot,
                 )

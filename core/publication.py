@@ -123,7 +123,7 @@ def extract(
 
     Dropped: an unwanted or tainted state, and one that does not cover exactly ``tokens`` on every layer.
     """
-    if row.fed_tainted or row.error is not None or not row.request.reuse_prefix or not caches:
+    if row.fed_tainted or row.error is not None or not row.reuses_prefix or not caches:
         return None
     try:
         if not store.keeps(row):
@@ -141,7 +141,7 @@ def extract(
 def boundary(store: StateCache, row: Row, position: int, minimum: int) -> int | None:
     """Return the prompt position whose state is worth storing: all but the last token, where that is long enough."""
     found = row.prompt_tokens - 1
-    if not row.request.reuse_prefix or found < max(1, minimum) or found <= position:
+    if not row.reuses_prefix or found < max(1, minimum) or found <= position:
         return None
     return found if store.keeps(row) else None
 
@@ -157,7 +157,7 @@ def restore(store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]) 
 
     An error of the store costs the prefix.
     """
-    if not row.request.reuse_prefix or len(ids) < 2:
+    if not row.reuses_prefix or len(ids) < 2:
         return 0, None
     try:
         found = store.lookup(state_key(bound.identity, row), ids)

@@ -81,9 +81,10 @@ class Rebuild:
         cohort = PrefillCohort(self.group, self.store, self.conclude)
         try:
             for row in rows:
+                if not cohort.takes(row):
+                    _exhaust(cohort)
                 cohort.admit(row)
-            while not cohort.advance():
-                pass
+            _exhaust(cohort)
             if self.group.rows:
                 self.group.advance()
                 self.group.flush()
@@ -131,3 +132,9 @@ class Rebuild:
         for row in rows:
             row.error = row.error or error
             self.conclude(row)
+
+
+def _exhaust(cohort: PrefillCohort) -> None:
+    """Prefill until every row has joined or is over."""
+    while not cohort.advance():
+        pass

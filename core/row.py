@@ -66,6 +66,16 @@ class Row:
         self.spans = Spans(self.request.trace)
 
     @property
+    def reuses_prefix(self) -> bool:
+        """Whether the row's state may come from a prefix and be kept as one: tokens must be all that it depends on."""
+        return self.request.reuse_prefix and self.request.inputs is None
+
+    def unmixed(self, position: int, width: int) -> int:
+        """Return ``width``, or less where a forward from ``position`` would run from prepared input into ids."""
+        left = self.prompt_tokens - position
+        return min(width, left) if self.request.inputs is not None and left > 0 else width
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of the whole prompt."""
         return len(self.prompt_ids)

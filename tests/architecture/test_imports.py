@@ -10,7 +10,7 @@ ORDER = (
     {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
-    {"planner", "admission", "scheduler", "pace", "adapters"},
+    {"planner", "admission", "scheduler", "pace", "adapters", "inputs"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
     {"rebuild"},
     {"layers", "bind", "attention", "probe", "rehearsal", "evidence", "intake", "driver", "gauges", "handle", "models"},

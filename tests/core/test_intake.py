@@ -129,8 +129,9 @@ def engine_cases():
     yield "messages", {"messages": [{"role": "user", "content": "x"}]}, errors.NoTokenizer, {"field": "messages"}
     yield "method", {"prompt_ids": [1], "method": "plane"}, errors.UnknownName, {"name": "plane"}
     yield "adapter", {"prompt_ids": [1], "adapter": "mine"}, errors.UnknownName, {"name": "mine"}
-    for field in ("inputs", "constraint", "checkpoint_interval", "min_tokens"):
-        value = {"inputs": object(), "constraint": {"regex": "a"}}.get(field, 1)
+    yield "inputs", {"prompt_ids": [1], "inputs": object()}, errors.InvalidParameter, {"name": "inputs"}
+    for field in ("constraint", "checkpoint_interval", "min_tokens"):
+        value = {"constraint": {"regex": "a"}}.get(field, 1)
         yield field, {"prompt_ids": [1], field: value}, errors.UnsupportedFeature, {"field": field}
     for field, value in (("presence_penalty", 0.5), ("logit_bias", {3: 1.0}), ("extra", {"x": 1})):
         sampling = SamplingParams(**{field: value})
