@@ -87,6 +87,7 @@ class MethodContract:
                 for _ in range(every):
                     engine.step()
             results = _results(engine, handles)
+            assert engine.stats()["recoveries"] == 0
         _compare(model, [list(result.token_ids) for result in results], limits)
 
     def test_seeded_rows_do_not_mind_their_company(self, model: str) -> None:
