@@ -14,6 +14,7 @@ import arrivals
 import decode
 import layouts
 import membership
+import mixed
 import models
 import program
 from pairs import MIN_PAIRS, Report
@@ -50,6 +51,10 @@ def run_arrivals(rounds: int) -> Iterator[Report]:
     yield arrivals.measure(smollm2(), max(MIN_PAIRS, rounds - 2))
 
 
+def run_mixed(rounds: int) -> Iterator[Report]:
+    yield from mixed.measure(smollm2(), rounds)
+
+
 def run_layouts(rounds: int) -> Iterator[Report]:
     for workload in layouts.WORKLOADS.values():
         yield from workload(rounds)
@@ -61,8 +66,8 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Report]]] = {
     "membership": run_membership,
     "arrivals": run_arrivals,
 }
-ON_REQUEST = {"layouts": run_layouts}
-"""As long as all others together."""
+ON_REQUEST = {"layouts": run_layouts, "mixed": run_mixed}
+"""Those that a default run has no time for."""
 
 
 if __name__ == "__main__":

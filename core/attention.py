@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import KeyValues
+from oarlock.core.mixed import MixedKeyValues
 
 NAME = "scaled_dot_product_attention"
 Pair = tuple[Any, Any]
@@ -82,11 +83,26 @@ def _dispatching(original: Any) -> Callable[..., Any]:
     def scaled_dot_product_attention(queries: mx.array, keys: Any, values: Any, *rest: Any, **named: Any) -> Any:
         for watch in _watchers:
             watch((keys, values))
+        if isinstance(keys, MixedKeyValues):
+            return _by_side(scaled_dot_product_attention, queries, keys, values, *rest, **named)
         if isinstance(keys, mx.array) or not isinstance(keys, KeyValues):
             return original(queries, keys, values, *rest, **named)
         return _attended(keys, queries, *rest, **named)
 
     return scaled_dot_product_attention
+
+
+def _by_side(
+    attention: Callable[..., Any],
+    queries: mx.array,
+    keys: MixedKeyValues,
+    values: Any,
+    cache: Any,  # noqa: ARG001 - mlx-lm's parameter; what it would say is in the keys
+    scale: float,
+    mask: Any = None,
+    **named: Any,
+) -> mx.array:
+    return keys.attend(attention, queries, values, mask, cache=None, scale=scale, **named)
 
 
 def _attended(

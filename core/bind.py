@@ -27,6 +27,7 @@ from oarlock.core.contracts.sampler import Sampler
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.errors import LayoutRefused, UnsupportedLayer
 from oarlock.core.manager import PluginSet
+from oarlock.core.mixing import Mixing, decide
 from oarlock.core.probe import Verdict, probe
 from oarlock.core.publication import NullStateCache
 from oarlock.core.sampling import specialised_first
@@ -37,7 +38,8 @@ class BoundModel:
     """A composition: fixed for the life of an engine.
 
     ``vocabulary`` is the rows of the embedding (token ids stay below it), ``positions`` the most tokens of a
-    sequence or None, ``verdict`` what the probe found, ``stops`` the lengths at which a layer's storage changes.
+    sequence or None, ``verdict`` what the probe found, ``mixing`` whether a decode step may take a chunk along, ``stops``
+    the lengths at which a layer's storage changes.
     """
 
     model: Any
@@ -54,6 +56,7 @@ class BoundModel:
     vocabulary: int
     positions: int | None
     verdict: Verdict = attrs.field(factory=Verdict)
+    mixing: Mixing = attrs.field(factory=Mixing)
     stops: tuple[int, ...] = attrs.field(init=False)
 
     @stops.default
@@ -82,7 +85,8 @@ class BoundModel:
 
     def swap(self) -> Swap:
         """Let what layouts hand out attend by itself until the swap is closed; nothing is swapped where none does."""
-        return Swap(self.model.modules() if any(layer.attends for layer in self.layers) else ())
+        needed = self.mixing.on or any(layer.attends for layer in self.layers)
+        return Swap(self.model.modules() if needed else ())
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
@@ -117,6 +121,7 @@ class BoundModel:
         stops = [f"one ends at {stop}" for stop in self.stops]
         lines += [
             {"part": "rows", "kind": "", **self.verdict.explain()},
+            {"part": "mixed", "kind": "", **self.mixing.explain()},
             {"part": "method", "kind": "", "choice": self.method, "detail": "", "reason": self.method_reason},
             {
                 "part": "samplers",
@@ -191,10 +196,9 @@ def bind(
     items = [item for registry in plugins.registries for item in registry]
     reading.evaluate_plugins([*plugins.manager.get_plugins(), *items])
     plugins.registries.freeze()
-    if not config.scheduler.verify:
-        return bound
     with contextlib.closing(bound.swap()):
-        return probe(bound)
+        bound = probe(bound) if config.scheduler.verify else bound
+        return attrs.evolve(bound, mixing=decide(bound))
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:

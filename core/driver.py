@@ -14,9 +14,10 @@ from oarlock.core.admission import AdmissionQueue, GroupKey, compatible
 from oarlock.core.cleanup import attempt_all
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
-from oarlock.core.errors import CompositionError, EngineClosed
+from oarlock.core.errors import EngineClosed
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.handle import Task
+from oarlock.core.mixed import Work
 from oarlock.core.observe import Observers
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.rebuild import Rebuild
@@ -97,6 +98,11 @@ class Driver:
     def accepts(self) -> bool:
         """Whether the preparation takes more rows."""
         return self._preparation is not None and self._preparation.accepts
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the next step may take the preparation's next chunk along."""
+        return self._preparation is not None and self.accepts and self.active > 0 and self.group.mixes
 
     @property
     def queued(self) -> int:
@@ -200,36 +206,36 @@ class Driver:
             return self._refuse(row, error)
         return True
 
-    def prepare(self) -> None:
-        """Advance the preparation once and drop it when it is empty."""
-        assert self._preparation is not None
+    def prepare(self, work: Work | None = None) -> None:
+        """Advance the preparation once, from the step that took ``work`` along, and drop it when it is empty."""
+        preparation = self._preparation
+        assert preparation is not None
         self.published = False
-        try:
-            finished = self._preparation.advance()
-            self.published = self._preparation.published
-        except CompositionError as error:
-            finished = True
-            self._preparation.fail(error)
-        except Exception as error:  # noqa: BLE001 - running rows and the queue go on
-            self._rebuild(error)
-            return
-        if finished:
+        with self._recoveries.contained(preparation, self._surrender):
+            preparation.advance(work)
+            self.published = preparation.published
+        if not preparation.rows:
             self._preparation = None
 
-    def decode(self) -> None:
-        """Advance the running rows once."""
-        try:
-            self.group.advance()
-        except CompositionError as error:
-            self.group.fail(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-            self._rebuild(error)
+    def decode(self, work: Work | None = None) -> None:
+        """Advance the running rows once; the step may take ``work`` along."""
+        with self._recoveries.contained(self.group, self._surrender):
+            self.group.advance(work)
 
-    def _rebuild(self, error: Exception) -> None:
-        """Build everything again that is owned: what the device was given and has not answered is lost."""
+    def mix(self) -> None:
+        """Advance both: the step takes the preparation's next chunk along, and is emitted before that goes on."""
+        preparation, work = self._preparation, None
+        assert preparation is not None
+        with self._recoveries.contained(preparation, self._surrender):
+            work = preparation.offer()
+        self.decode(work)
+        if self._preparation is not None:
+            self.prepare(work)
+
+    def _surrender(self) -> list[list[Row]]:
+        """Give up all state: what the device was given and has not answered is lost."""
         preparation, self._preparation = self._preparation, None
-        suspects = [self.group.surrender(), preparation.surrender() if preparation is not None else []]
-        self._recoveries.run(suspects, error)
+        return [self.group.surrender(), preparation.surrender() if preparation is not None else []]
 
     def conclude(self, row: Row) -> None:
         """Settle a row that is over and give its lease back."""
@@ -278,9 +284,6 @@ class Driver:
         self._observers.notify("request_admitted", request=request)
         self.group.use_method(row.key.method)
         self._key = row.key
-        if self._preparation is None:
-            cohort = PrefillCohort(self.group, self._store, self.conclude)
-            cohort.admit(row)
-            self._preparation = cohort
-        else:
-            self._preparation.admit(row)
+        cohort = self._preparation or PrefillCohort(self.group, self._store, self.conclude)
+        cohort.admit(row)
+        self._preparation = cohort

@@ -24,4 +24,5 @@ def gauges(driver: Driver) -> dict[str, Any]:
         "delivered_tokens": driver.emitter.delivered,
         "recoveries": driver.group.recovery.recoveries,
         "retries": driver.group.recovery.retries,
+        "mixed_forwards": driver.group.log.mixed_forwards,
     }

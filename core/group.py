@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import structlog
 
 from oarlock.core import forward as forwards
 from oarlock.core.config import EngineConfig
@@ -14,6 +16,7 @@ from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
+from oarlock.core.mixed import Work
 from oarlock.core.pace import Pace
 from oarlock.core.publication import publish
 from oarlock.core.recording import Forwarded, StepLog
@@ -25,6 +28,7 @@ from oarlock.core.sampling import PendingDraw, SamplerGroup
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
+_log = structlog.get_logger(__name__)
 CLEAR_EVERY = 256
 """Decode advances between two clearings of the allocator's pool."""
 
@@ -74,13 +78,31 @@ class ExecutionGroup:
         """Return one empty cache per layer."""
         return self.bound.open_caches(slots=slots, window=window)
 
-    def forward(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
-        """Forward and count it; see `core.forward.forward`."""
+    def forward(
+        self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], work: Work | None = None
+    ) -> mx.array:
+        """Forward and count it, with ``work`` where that can be; see `core.forward.forward`."""
         before = time.perf_counter()
-        logits = forwards.forward(self.bound, caches, ids, widths, self._rows)
+        logits = self._along(work, caches, ids, widths)
+        mixed = logits is not None
+        if logits is None:
+            logits = forwards.forward(self.bound, caches, ids, widths, self._rows)
         self.log.times.build += time.perf_counter() - before
-        self.log.forwards.append(Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False))
+        self.log.mixed_forwards += mixed
+        done = Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False, mixed=mixed)
+        self.log.forwards.append(done)
         return logits
+
+    def _along(
+        self, work: Work | None, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]
+    ) -> mx.array | None:
+        """Forward both sides at once. If that raises, nothing has happened, and each goes alone by its own rule."""
+        try:
+            return work.along(self.bound, caches, ids, widths, self._rows) if work is not None else None
+        except Exception as error:  # noqa: BLE001 - whose it is shows when each goes alone
+            self.recovery.recoveries += 1
+            _log.warning("mixed_forward_failed", error=repr(error))
+            return None
 
     def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
         """Close a forward; see `core.forward.settle`."""
@@ -165,13 +187,29 @@ class ExecutionGroup:
         if self._method is not None and self._rows:
             self._method.flush()
 
-    def advance(self) -> None:
-        """Advance every running row once. An error of a forward costs the guilty rows; all else is raised."""
+    @property
+    def mixes(self) -> bool:
+        """Whether the next step may take work along: model and rows allow it, and the method hands it on."""
+        carries = self._method is not None and self._method.running_tokens is not None
+        return carries and self.bound.mixing.on and all(row.request.inputs is None for row in self._rows)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the budget of a mixed forward leaves beside the next step's."""
+        running = self._method.running_tokens if self._method is not None else None
+        return self.config.scheduler.mixed_token_budget - (running or 0)
+
+    def advance(self, work: Work | None = None) -> None:
+        """Advance every running row once. An error of a forward costs the guilty rows; all else is raised.
+
+        ``work`` may be taken along by the step's forward.
+        """
         assert self._method is not None
         self._advances += 1
         if self._advances % CLEAR_EVERY == 1:
             self._store.boundary()
-        self.recovery.run(self._method.advance, lambda: self._rows, self._reject)
+        self._drop_cancelled()
+        self.recovery.run(partial(self._method.advance, work), lambda: self._rows, self._reject)
         if self.emitter.observers.attribution:
             with self.log.times.spent("read"):
                 mx.synchronize()
@@ -210,6 +248,14 @@ class ExecutionGroup:
         for row in rows:
             row.error = row.error or (None if row.reason else error)
             self._conclude(row)
+
+    def _drop_cancelled(self) -> None:
+        """Let cancelled rows go before the step is built; what they have in flight is never read."""
+        gone = [row for row in self._rows if row.cancelled and row.fault is None and row.stop_at is None]
+        for row in gone:
+            self.finish(row, FinishReason.CANCELLED)
+        if gone:
+            self.retire()
 
     def _reject(self, guilty: dict[int, Exception]) -> None:
         """Reject rows by place and drop them; first they get what was sampled before, and may be over with it."""

@@ -21,9 +21,10 @@ Phase = Literal["idle", "prefill", "decode", "prefill+decode"]
 class StepRecord:
     """One iteration of an engine. Times are wall milliseconds; ids are those of the rows that took part.
 
-    ``joined`` and ``left`` count rows of the running group. ``build_ms`` is the host's time to build forwards,
-    ``read_ms`` its wait for the device, ``emit_ms`` that of limits, consumers and membership; ``gap_ms`` lies between
-    the step before and this one, 0 where the engine was idle between them. Bytes are the allocator's, at the end.
+    ``mixed_tokens`` are those of the forward that decode and prefill shared, 0 without one. ``joined`` and ``left``
+    count rows of the running group. ``build_ms`` is the host's time to build forwards, ``read_ms`` its wait for the
+    device, ``emit_ms`` that of limits, consumers and membership; ``gap_ms`` lies between the step before and this one,
+    0 where the engine was idle between them. Bytes are the allocator's, at the end.
     """
 
     index: int
@@ -31,6 +32,7 @@ class StepRecord:
     decode_ids: tuple[str, ...] = ()
     prefill_ids: tuple[str, ...] = ()
     prefill_tokens: int = 0
+    mixed_tokens: int = 0
     joined: int = 0
     left: int = 0
     build_ms: float = 0.0

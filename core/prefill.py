@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import attrs
 import mlx.core as mx
 
 from oarlock.core import forward as forwards
-from oarlock.core.contracts.layout import BatchCache, RowState
+from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.group import ExecutionGroup, compacted
-from oarlock.core.planner import Chunk, plan, shared_width
+from oarlock.core.mixed import Work
+from oarlock.core.planner import Chunk, shared_width
+from oarlock.core.preparing import Preparing
 from oarlock.core.publication import boundary, extract, publish, publish_boundary, restore
 from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
@@ -23,22 +24,6 @@ from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
 from oarlock.core.tracing import shared
-
-
-@attrs.define(eq=False)
-class Preparing:
-    """A row on its way: where it stands, and the chunk that was planned for it.
-
-    ``ids`` are its known tokens: the prompt, and what a row that lost its state has delivered.
-    """
-
-    row: Row
-    ids: tuple[int, ...]
-    position: int
-    chunk_size: int
-    snapshot: int | None = None
-    chunk: Chunk | None = None
-    boundary: list[RowState] | None = None
 
 
 class PrefillCohort:
@@ -88,17 +73,31 @@ class PrefillCohort:
         self._preparing.append(Preparing(row, ids, position, size, snapshot))
         self.accepts = row.request.inputs is None
 
-    def advance(self) -> bool:
+    def advance(self, work: Work | None = None) -> bool:
         """Forward until a chunk yields, a prompt ends, or nothing is left; True when the cohort is empty.
 
+        Where ``work`` was taken along it goes on from its logits and forwards nothing: the next step takes more along.
         An error of a shared forward costs the guilty rows only. Whatever else goes wrong is raised.
         """
         self.published = False
-        self._store.boundary()
-        with shared(self.rows, "prefill.row_sync", 0):
-            self._drop(lambda row: row.cancelled, FinishReason.CANCELLED)
-        self._recovery.run(self._forwards, lambda: self.rows, self._reject)
+        logits = work.take_back() if work is not None else None
+        if logits is not None:
+            self._forwarded(logits, mixed=True)
+        else:
+            self._store.boundary()
+            self._drop_cancelled()
+            self._recovery.run(self._forwards, lambda: self.rows, self._reject)
         return not self._preparing
+
+    def offer(self) -> Work | None:
+        """Return the next forward for a decode step to take along, None without rows; `advance` must follow."""
+        self._store.boundary()
+        self._drop_cancelled()
+        pace = self._group.pace
+        pace.start()
+        pace.before()
+        most = min(self._group.room, pace.tokens()) if pace.bound else self._group.room
+        return Work.of(self._caches, self._next(most), self.rows) if self._preparing else None
 
     def surrender(self) -> list[Row]:
         """Drop all state and return the rows that had not joined: what they hold cannot be trusted any more."""
@@ -127,44 +126,49 @@ class PrefillCohort:
 
     def _forward(self, budget: int | None) -> bool:
         """Do one shared forward of at most ``budget`` tokens, but one a row; True where the advance ends with it."""
-        for each in self._preparing:
-            if each.chunk is None:
-                each.chunk = plan(
-                    len(each.ids),
-                    each.position,
-                    self._bound.longest_append(each.position, each.row.unmixed(each.position, each.chunk_size)),
-                    tail_split=self._settings.tail_split,
-                    snapshot=each.snapshot,
-                )
-                each.row.spans.begin("prefill.chunk", start=each.chunk.start, end=each.chunk.end)
-        chunks = [each.chunk for each in self._preparing if each.chunk is not None]
-        width = shared_width([each.position for each in self._preparing], chunks, budget)
-        ids = mx.array(
-            [each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32
-        )  # (rows, width)
-        widths = [width] * len(self._preparing)
-        planned = zip(self._preparing, chunks, strict=True)
-        reached = [(each, chunk) for each, chunk in planned if each.position + width == chunk.end]
-        finals = [each for each, chunk in reached if chunk.final]
-        zeros, times, pace = [each.row for each in finals], self._group.log.times, self._group.pace
-        pace.before()
+        ids = self._next(budget)
+        width, widths = ids.shape[1], [ids.shape[1]] * len(ids)
+        zeros = [each.row for each, chunk in self._reached(width) if chunk.final]
         whose = shared(self.rows, "prefill.forward", width), shared(zeros, "token_zero.forward", width, **memory())
-        with times.spent("build"), whose[0], whose[1]:
+        self._group.pace.before()
+        with self._group.log.times.spent("build"), whose[0], whose[1]:
             logits = forwards.forward(self._bound, self._caches, ids, widths, self.rows)
             forwards.settle(self._bound, self._caches, ids, widths, widths, self.rows)
-        self._group.log.forwards.append(Forwarded(tuple(row.id for row in self.rows), width, prefill=True))
+        return self._forwarded(logits)
+
+    def _next(self, budget: int | None) -> mx.array:
+        """Plan the next shared forward and return its ids [rows, width]."""
+        bound, tail_split = self._bound, self._settings.tail_split
+        chunks = [each.planned(bound.longest_append, tail_split=tail_split) for each in self._preparing]
+        width = shared_width([each.position for each in self._preparing], chunks, budget)
+        return mx.array([each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32)
+
+    def _reached(self, width: int) -> list[tuple[Preparing, Chunk]]:
+        """Return whose chunk ends ``width`` tokens on."""
+        planned = ((each, each.chunk) for each in self._preparing)
+        return [(each, chunk) for each, chunk in planned if chunk is not None and each.position + width == chunk.end]
+
+    def _forwarded(self, logits: mx.array, *, mixed: bool = False) -> bool:
+        """Go on from a forward's logits [rows, width, V]; True where the advance ends with it."""
+        rows, width, _ = logits.shape
+        reached = self._reached(width)
+        finals = [each for each, chunk in reached if chunk.final]
+        zeros, times, pace = [each.row for each in finals], self._group.log.times, self._group.pace
+        done = Forwarded(tuple(row.id for row in self.rows), width, prefill=True, mixed=mixed)
+        self._group.log.forwards.append(done)
         for each in self._preparing:
             each.position += width
-        attributed = self._group.emitter.observers.attribution
-        # Otherwise the first tokens' evaluation covers the caches.
-        if pace.bound or attributed or len(finals) < len(self._preparing):
+        waits = bool(pace.bound) or self._group.emitter.observers.attribution
+        # Otherwise the first tokens' evaluation covers the caches; whoever reads a mixed step's tokens waits for both.
+        if waits or len(finals) < len(self._preparing):
+            evaluate = mx.async_eval if mixed and not waits else mx.eval
             with times.spent("read"), shared(self.rows, "prefill.evaluate", width):
-                mx.eval([array for cache in self._caches for array in cache.arrays()])
-        if finals and (pace.bound or attributed):
+                evaluate([array for cache in self._caches for array in cache.arrays()])
+        if finals and waits:
             with times.spent("read"), shared(zeros, "token_zero.head", 1, **memory()):
                 mx.eval(logits[:, -1])
         if pace.bound:
-            pace.after(sum(widths))
+            pace.after(rows * width)
         ends = bool(finals)
         for each, chunk in reached:
             each.chunk = None
@@ -266,13 +270,13 @@ class PrefillCohort:
                 cache.keep(range(place))
             raise
 
-    def _drop(self, over: Callable[[Row], bool], reason: FinishReason) -> None:
+    def _drop_cancelled(self) -> None:
         """Drop rows between forwards."""
-        gone = [each for each in self._preparing if over(each.row)]
-        for each in gone:
-            each.row.reason = reason
-            self._conclude(each.row)
-        if gone:
+        with shared(self.rows, "prefill.row_sync", 0):
+            gone = [each for each in self._preparing if each.row.cancelled]
+            for each in gone:
+                each.row.reason = FinishReason.CANCELLED
+                self._conclude(each.row)
             self._keep([each for each in self._preparing if each not in gone])
 
     def _reject(self, guilty: dict[int, Exception]) -> None:

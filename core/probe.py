@@ -72,7 +72,7 @@ def probe(bound: BoundModel) -> BoundModel:
     try:
         alone = [rehearsal.together(bound, [prompt])[0] for prompt in (long, short)]
         equal = rehearsal.together(bound, [short] * 3)
-        _compare(bound, [alone[1]] * 3, equal, "a row among three of one length")
+        compare(bound, [alone[1]] * 3, equal, "a row among three of one length")
         verdict = Verdict(probed=True, sensitive=_moved(alone[0].scores[-1], alone[1].scores[-1]) > 1)
         expected = [alone[0], alone[1], alone[1]]
         reason = _forces_apart(bound, expected, long, short)
@@ -80,7 +80,7 @@ def probe(bound: BoundModel) -> BoundModel:
             verdict = attrs.evolve(verdict, ragged=False, reason=reason)
             bound = bound.apart(verdict)
             company = rehearsal.company(bound, long, short)
-            _compare(bound, expected, company, "a row beside others, those of one length together,")
+            compare(bound, expected, company, "a row beside others, those of one length together,")
         honours = _honours_lengths(bound, long, short)
     except ForwardFailed as failure:
         reason = f"a forward of rows raises {type(failure.cause).__name__}: {failure.cause}"
@@ -95,7 +95,7 @@ def _forces_apart(bound: BoundModel, expected: Sequence[Trace], long: Prompt, sh
     """Return why rows of different length cannot share a forward, naming the line; "" where they can."""
     try:
         company = rehearsal.company(bound, long, short)
-        _compare(bound, expected, company, "a row beside others of other lengths")
+        compare(bound, expected, company, "a row beside others of other lengths")
     except ForwardFailed as failure:
         line = line_of(failure.cause, bound.model)
         if line is None:
@@ -135,7 +135,7 @@ def _honours_lengths(bound: BoundModel, long: Prompt, short: Prompt) -> bool | N
 # --- comparing --------------------------------------------------------------------------------------------
 
 
-def _compare(bound: BoundModel, alone: Sequence[Trace], together: Sequence[Trace], who: str) -> None:
+def compare(bound: BoundModel, alone: Sequence[Trace], together: Sequence[Trace], who: str) -> None:
     """Raise `errors.ModelNotBatchable` where scores or recurrent states differ, naming the first layer that does."""
     for one, other in zip(alone, together, strict=True):
         worst, allowed = _moved(one.scores, other.scores), _allowed(one.scores)

@@ -7,7 +7,8 @@ delivered, and takes the steps that failed apart from the others before it runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -41,6 +42,21 @@ class Rebuild:
     _apart: list[tuple[list[Row], list[BatchCache]]] = attrs.field(factory=list, init=False)
     _blameless: int = attrs.field(default=0, init=False)
     _completed: int = attrs.field(default=0, init=False)
+
+    @contextlib.contextmanager
+    def contained(
+        self, whose: ExecutionGroup | PrefillCohort, surrender: Callable[[], Sequence[Sequence[Row]]]
+    ) -> Iterator[None]:
+        """Let an error cost the rows that it must: those of ``whose`` that cannot run together, or all that are guilty.
+
+        ``surrender`` drops all state and returns the rows that lost theirs.
+        """
+        try:
+            yield
+        except CompositionError as error:
+            whose.fail(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self.run(surrender(), error)
 
     def run(self, suspects: Sequence[Sequence[Row]], error: Exception) -> None:
         """Build ``suspects`` again, set by set, and let those that can go on run together."""

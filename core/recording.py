@@ -38,22 +38,32 @@ class Times:
 
 @attrs.frozen
 class Forwarded:
-    """One forward: whose rows, how wide, and for which side."""
+    """One forward, or one side of a mixed one: whose rows, how wide, and for which side."""
 
     ids: tuple[str, ...]
     width: int
     prefill: bool = attrs.field(kw_only=True)
+    mixed: bool = attrs.field(default=False, kw_only=True)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return len(self.ids) * self.width
 
 
 @attrs.define
 class StepLog:
-    """The forwards, membership changes and times since `start`. Draws in flight keep ``times``: it is never replaced."""
+    """The forwards, membership changes and times since `start`. Draws in flight keep ``times``: it is never replaced.
+
+    ``mixed_forwards`` are counted from the first step on.
+    """
 
     clock: Callable[[], float] = time.perf_counter
     forwards: list[Forwarded] = attrs.field(factory=list)
     times: Times = attrs.field(factory=Times)
     joined: int = 0
     left: int = 0
+    mixed_forwards: int = 0
     _index: int = attrs.field(default=-1, init=False)
     _gap: float = attrs.field(default=0.0, init=False)
     _began: float = attrs.field(default=0.0, init=False)
@@ -78,7 +88,8 @@ class StepLog:
             phase="prefill+decode" if prefills and decodes else "prefill" if prefills else "decode",
             decode_ids=decodes[-1].ids if decodes else (),
             prefill_ids=tuple(dict.fromkeys(name for done in prefills for name in done.ids)),
-            prefill_tokens=sum(len(done.ids) * done.width for done in prefills),
+            prefill_tokens=sum(done.tokens for done in prefills),
+            mixed_tokens=sum(done.tokens for done in self.forwards if done.mixed),
             joined=self.joined,
             left=self.left,
             build_ms=1e3 * self.times.build,

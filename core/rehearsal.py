@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import mlx.core as mx
 
+from oarlock.core import mixed
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.forward import forward, settle
+from oarlock.core.mixed import Side
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -100,6 +102,46 @@ def window(bound: BoundModel, rows: Sequence[Prompt], widths: Sequence[int]) -> 
     for cache in caches:
         cache.commit(widths)
     return [_states(bound, caches, row) for row in range(len(rows))]
+
+
+def beside(bound: BoundModel, long: Prompt, short: Prompt) -> tuple[list[Trace], list[Trace]]:
+    """Decode two rows beside two chunks of another: the last of the long prompt, and its end with the short one.
+
+    Return all scores of forwards of their own, and of one forward for both. Layers must rewind.
+    """
+    head, chunk = long[:-_SHORT], bound.config.scheduler.prefill_chunk
+    running, joiner, cohort = _opened(bound, 1), _opened(bound, 1), _opened(bound, 1)
+    prefill(bound, running, [head])
+    prefill(bound, joiner, [short])
+    _join(running, joiner)
+    at = 0
+    while (size := bound.longest_append(at, chunk)) < len(head) - at:
+        _step(bound, cohort, [list(head[at : at + size])])
+        at += size
+    first = _both(bound, running, cohort, [head[at:]])
+    for cache in cohort:
+        cache.add(1)
+    last = _both(bound, running, cohort, [row[:chunk] for row in (long[-_SHORT:], short)])
+    return first[0] + last[0], first[1] + last[1]
+
+
+def _both(
+    bound: BoundModel, running: Sequence[BatchCache], cohort: Sequence[BatchCache], chunks: Sequence[Prompt]
+) -> tuple[list[Trace], list[Trace]]:
+    """Feed a token to each running row and a chunk to each of the others: apart, which is rolled back, then together."""
+    feeds = (running, [[_FED[0]]] * 2), (cohort, [list(chunk) for chunk in chunks])
+    sides = [Side(caches, mx.array(ids, dtype=mx.uint32), [*map(len, ids)]) for caches, ids in feeds]
+    apart = []
+    for side in sides:
+        apart.append(forward(bound, side.caches, side.ids, side.widths))
+        for cache in side.caches:
+            cache.commit([0] * len(side.widths))
+    together = mixed.forward(bound, sides)
+    for side in sides:
+        for cache in side.caches:
+            cache.commit(side.widths)
+    seen, other = ([Trace(logits.flatten(0, 1), ()) for logits in each] for each in (apart, together))
+    return seen, other
 
 
 def _opened(bound: BoundModel, rows: int) -> list[BatchCache]:

@@ -62,6 +62,11 @@ class Work(Protocol):
         ...
 
     @property
+    def mixes(self) -> bool:
+        """Whether the running rows' next step may take the preparation's next chunk along."""
+        ...
+
+    @property
     def queued(self) -> int:
         """Waiting rows."""
         ...
@@ -114,6 +119,10 @@ class Work(Protocol):
         """Advance the running rows once."""
         ...
 
+    def mix(self) -> None:
+        """Advance the running rows and the preparation once, in one forward where both need one."""
+        ...
+
 
 @attrs.define
 class Scheduler:
@@ -143,6 +152,9 @@ class Scheduler:
                 work.prune()
             refused = not self._admit(work)
             before = work.active
+            if work.mixes and self._decodes(work):
+                work.mix()
+                return self._yield()
             if work.preparing:
                 work.prepare()
                 if self.policy.ends_after_preparation(self._counts(work, before)):
@@ -178,6 +190,10 @@ class Scheduler:
         if work.held or not work.queued:
             return False
         return work.active + (work.preparing_rows if work.preparing else 0) < self.max_batch
+
+    def _decodes(self, work: Work) -> bool:
+        """Whether the policy lets running rows go on beside a preparation that has delivered nothing."""
+        return not self.policy.ends_after_preparation(attrs.evolve(self._counts(work, work.active), published=False))
 
     def _counts(self, work: Work, before: int) -> Counts:
         return Counts(

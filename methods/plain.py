@@ -60,7 +60,7 @@ class PlainDecoding:
         previous = self._register
         live = [row.live for row in self._host.rows]
         if any(live):
-            self._register = self._step(previous, live)
+            self._register = self._step(previous, live, work)
             if previous is None:
                 for row in self._host.rows:
                     row.fed.append(row.current)
@@ -95,7 +95,7 @@ class PlainDecoding:
         """Drop everything."""
         self.abort()
 
-    def _step(self, register: Draw | None, live: Sequence[bool]) -> Draw:
+    def _step(self, register: Draw | None, live: Sequence[bool], work: Any) -> Draw:
         """Forward every row once and sample the live ones. Nothing here changes when the forward raises."""
         rows = self._host.rows
         if register is not None:
@@ -103,7 +103,7 @@ class PlainDecoding:
         else:
             ids = mx.array([[row.current] for row in rows], dtype=mx.uint32)
         widths = [1] * len(rows)
-        logits = self._host.forward(self._caches, ids, widths)  # (B, 1, V)
+        logits = self._host.forward(self._caches, ids, widths, work)  # (B, 1, V)
         self._host.settle(self._caches, ids, widths, widths)
         return self._host.sample(logits[:, -1], live)
 

@@ -69,10 +69,10 @@ class MethodHost(Protocol):
         """Return one empty cache per layer of the bound model, as a plain list."""
         ...
 
-    def forward(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array:
+    def forward(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], work: Any = None) -> mx.array:
         """Forward ``ids`` uint32 ``[B, W]`` and return logits ``[B, W, V]``; `settle` must follow.
 
-        ``widths[i]`` tokens of row i are real. An error while the graph is built leaves the caches as they were.
+        ``widths[i]`` tokens of row i are real. ``work``: what `GroupedMethod.advance` got. An error while the graph is built leaves the caches as they were.
         """
         ...
 
@@ -112,8 +112,8 @@ class GroupedMethod(Protocol):
     """
 
     @property
-    def running_tokens(self) -> int:
-        """Most target tokens that the next `advance` forwards."""
+    def running_tokens(self) -> int | None:
+        """Most target tokens that the next `advance` forwards; None where it hands no ``work`` to `MethodHost.forward`."""
         ...
 
     def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
@@ -124,7 +124,11 @@ class GroupedMethod(Protocol):
         ...
 
     def advance(self, work: Any = None) -> None:
-        """Do one iteration: build the next step from what is unread, then read and emit the previous one."""
+        """Do one iteration: build the next step from what is unread, then read and emit the previous one.
+
+        ``work`` is a preparation's chunk that the step's forward may take along: hand it to `MethodHost.forward` as it
+        is. It is taken once; what is left of it runs alone afterwards.
+        """
         ...
 
     def flush(self) -> None:

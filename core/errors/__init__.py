@@ -13,7 +13,8 @@ OarlockError
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
 ├── RecoveriesExhausted (RuntimeError)   the device fails again and again though no row is guilty
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
-├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable, AdapterRefused
+├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable, AdapterRefused,
+│                                            MixedRefused
 ├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
 └── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
                                             ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin, InvalidPlugin
@@ -28,6 +29,7 @@ from oarlock.core.errors.binding import (
     LayoutRefused,
     LoadError,
     MissingPackage,
+    MixedRefused,
     ModelNotBatchable,
     ModelNotFound,
     NoModelConfig,
@@ -98,6 +100,7 @@ __all__ = [
     "LayoutRefused",
     "LoadError",
     "MissingPackage",
+    "MixedRefused",
     "ModelNotBatchable",
     "ModelNotFound",
     "NeverFits",

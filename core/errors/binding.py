@@ -71,6 +71,17 @@ class ModelNotBatchable(BindError):
         super().__init__(f"model type {model_type!r} cannot run rows together: {reason}")
 
 
+class MixedRefused(BindError):
+    """The config asks for mixed forwards, which this model or its layouts cannot do. ``layer``: which, if it is one."""
+
+    def __init__(self, model_type: str, reason: str, layer: str | None = None) -> None:
+        self.model_type, self.reason, self.layer = model_type, reason, layer
+        super().__init__(
+            f"scheduler.mixed is true, but model type {model_type!r} cannot decode and prefill in one forward: {reason}; "
+            'allowed here: "auto", false'
+        )
+
+
 class ConfigError(OarlockError, ValueError):
     """The engine configuration is wrong."""
 

@@ -10,10 +10,11 @@ ORDER = (
     {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
-    {"planner", "admission", "scheduler", "pace", "adapters", "inputs"},
+    {"planner", "admission", "scheduler", "pace", "adapters", "inputs", "mixed", "preparing"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
     {"rebuild"},
-    {"layers", "bind", "attention", "probe", "rehearsal", "evidence", "intake", "driver", "gauges", "handle", "models"},
+    {"layers", "bind", "attention", "mixing", "probe", "rehearsal", "evidence", "intake"}
+    | {"driver", "gauges", "handle", "models"},
     {"engine"},
     {"aio"},
 )

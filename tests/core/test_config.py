@@ -365,8 +365,6 @@ def test_options_are_checked_by_the_plugin_that_declares_them():
     ("section", "key", "value"),
     [
         ("scheduler", "compiled", True),
-        ("scheduler", "mixed", True),
-        ("scheduler", "mixed_token_budget", 128),
         ("scheduler", "kv_budget", "4GiB"),
         ("scheduler", "kv_budget", "50%"),
         ("scheduler", "overcommit", 1.5),

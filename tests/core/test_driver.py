@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from oarlock.core import Request, hookimpl
-from oarlock.core.driver import attempt_all
+from oarlock.core.cleanup import attempt_all
 from oarlock.core.engine import Engine
 from oarlock.core.errors import EngineClosed, StepInsideStep
 from oarlock.core.publication import NullStateCache

@@ -17,12 +17,13 @@ class Stub:
     """Rows as numbers: ``queue`` holds (prompt tokens, preparation advances) of those that wait.
 
     Events: R reserve, L lock, U unlock, A admit, Pn prepare with n advances left, Dk decode k rows. A preparation
-    takes more rows where ``shares``, and is as long as its longest row.
+    takes more rows where ``shares``, and is as long as its longest row. Where ``mixed``, both go on in one: M between them.
     """
 
     queue: deque = attrs.field(factory=deque, converter=deque)
     running: list = attrs.field(factory=list)
     shares: bool = False
+    mixed: bool = False
     publishes: bool = False
     fits: bool = True
     admits: bool = True
@@ -47,6 +48,7 @@ class Stub:
     queued = property(lambda self: len(self.queue))
     head_tokens = property(lambda self: self.queue[0][0] if self.queue else 0)
     groups = property(lambda self: bool(self.queue) and self.fits)
+    mixes = property(lambda self: self.mixed and bool(self.running and self.cohort))
     tasks = property(lambda self: len(self.waiting_tasks))
 
     def prune(self):
@@ -91,6 +93,11 @@ class Stub:
         self.waited = 0
         self.running = [left - 1 for left in self.running if left > 1]
 
+    def mix(self):
+        self.decode()
+        self.events.append("M")
+        self.prepare()
+
 
 def scheduler(policy=None, *, max_batch=16, tokens=2048, early=True, clock=None):
     ticks = iter(range(10**9))
@@ -134,6 +141,12 @@ def test_a_long_joiner_interleaves_with_a_running_row():
     """3.6: one preparation advance, then one decode step."""
     work = Stub(running=[100], cohort=[30], left=3, locked=True)
     assert trace(work, turns=3) == "P3 D1 Y P2 D1 Y P1 D2 Y"
+
+
+def test_a_mixed_iteration_decodes_first_and_yields():
+    """3.1 step 8, 3.9: what the preparation published is not asked for."""
+    work = Stub(queue=[(9, 3)], running=[9], mixed=True, publishes=True)
+    assert trace(work, turns=4) == "R L A D1 M P3 Y D1 M P2 Y D1 M P1 Y D2 Y"
 
 
 def test_a_preparation_that_published_yields_before_more_work():

@@ -46,15 +46,18 @@ class Scripted(nn.Module):
             self.before(ids, cache[0])
         width = ids.shape[1]
         offset = mx.array(cache[0].offset, dtype=mx.int32).reshape(-1, 1)
-        kv = ids.astype(mx.float32)[:, None, :, None]
-        keys, values = cache[0].update_and_fetch(kv, kv)
-        firsts = (values if self.reads_values else keys)[:, 0, :1, 0].astype(mx.int32)
-        firsts = mx.maximum(firsts, keys[:, 0, :1, 0].astype(mx.int32))
+        firsts = self.first_tokens(ids.astype(mx.float32)[:, None, :, None], cache[0])
         positions = (offset + mx.arange(width, dtype=mx.int32)) % self._length
         said = self._table[firsts, positions]
         logits = 9.0 * (said[..., None] == mx.arange(self.vocabulary)).astype(mx.float32)
         logits = mx.where((said == DEAD)[..., None], -mx.inf, logits)
         return mx.where((said == NAN)[..., None], mx.nan, logits)
+
+    def first_tokens(self, kv, cache):
+        """Append and return each row's first token, (B, 1)."""
+        keys, values = cache.update_and_fetch(kv, kv)
+        firsts = (values if self.reads_values else keys)[:, 0, :1, 0].astype(mx.int32)
+        return mx.maximum(firsts, keys[:, 0, :1, 0].astype(mx.int32))
 
 
 class Words:

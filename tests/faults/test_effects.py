@@ -1,6 +1,7 @@
 """FAULTS Q-08: every key of the configuration changes what can be observed, or is refused."""
 
 import attrs
+import mlx.core as mx
 import pytest
 
 from oarlock.core import SamplingParams, errors, hookimpl
@@ -18,6 +19,24 @@ class Options:
     """One option of a method."""
 
     pace: int = 1
+
+
+def scaled_dot_product_attention(queries, keys, values, cache, scale, mask):
+    """Every query sees its row's first token."""
+    return mx.broadcast_to(values[:, :, :1], queries.shape)
+
+
+def attending(scripted):
+    """Return the class ``scripted`` with attention under the name that models give it: its steps can be mixed."""
+
+    class Attending(scripted):
+        def first_tokens(self, kv, cache):
+            mask = cache.make_mask(kv.shape[2], return_array=False, window_size=None)
+            keys, values = cache.update_and_fetch(kv, kv)
+            seen = scaled_dot_product_attention(kv, keys, values, cache, scale=1.0, mask=mask)
+            return seen[:, 0, :, 0].astype(mx.int32)
+
+    return Attending
 
 
 class Recorder:
@@ -117,7 +136,7 @@ class Kept(NullStateCache):
 
 def record(bench, config):
     """Everything that can be seen of one workload: forwards, steps, samplers, publications, plugins, errors."""
-    model = bench.Scripted({first: [10 * first, 10 * first + 1] for first in (1, 2, 3, 4)})
+    model = attending(bench.Scripted)({first: [10 * first, 10 * first + 1] for first in (1, 2, 3, 4)})
     recorder = Recorder(model)
     try:
         engine = Engine.load("recorded", config=config, plugins=[recorder])
@@ -158,6 +177,8 @@ CHANGES = {
     "scheduler.pipeline": False,
     "scheduler.vectorised_sampling": False,
     "scheduler.max_recoveries": 0,
+    "scheduler.mixed": False,
+    "scheduler.mixed_token_budget": 2,
     "scheduler.verify": False,
     "state_cache.name": "kept",
     "state_cache.publish_min_tokens": 2,

@@ -55,7 +55,8 @@ class Host:
         self.fails = False
         self.method = None
 
-    def forward(self, caches, ids, widths):
+    def forward(self, caches, ids, widths, work=None):
+        self.work = work
         assert ids.dtype == mx.uint32
         assert list(widths) == [1] * len(self.rows)
         if self.fails:
@@ -215,6 +216,16 @@ def test_a_join_that_fails_on_one_layer_changes_none(running):
         method.join(row("b", 20, 9), [Cache((7,)), Cache((7,))])
     assert [cache.lengths for cache in caches] == [[3], [3]]
     assert not host.rows[0].merged
+
+
+def test_a_step_hands_its_work_to_the_forward(running):
+    """8.9: as it is, and nothing where there is none."""
+    host, method, _ = running(row("a", 10, 6))
+    work = object()
+    method.advance(work)
+    assert host.work is work
+    method.advance()
+    assert host.work is None
 
 
 def test_a_forward_that_raises_leaves_the_method_as_it_was(running):

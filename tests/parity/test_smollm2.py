@@ -147,6 +147,21 @@ def test_four_sampled_prompts_equal_themselves_alone(weights):
     assert rows == [weights.alone(request) for request in requests]
 
 
+@pytest.mark.parametrize(("lengths", "tokens"), [(SHORT, 16), pytest.param(LENGTHS[:6], 32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_mixed_steps_say_the_same(weights, lengths, tokens, chunk):
+    """8.8: with chunks taken along by decode steps and without, and as mlx-lm says alone."""
+    requests, said = weights.requests(lengths, tokens), []
+    for mixed in (True, False):
+        with weights.engine(prefill_chunk=chunk, mixed=mixed) as engine:
+            said.append(arrive_at_random(engine, requests, 4))
+            stats = engine.stats()
+        assert (stats["mixed_forwards"] > 2) == mixed
+        assert not stats["recoveries"]
+    assert said[0] == said[1]
+    compare_greedy(weights, requests, said[0])
+
+
 # --- the full form -------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from oarlock.core.admission import AdmissionQueue
 from oarlock.core.driver import Driver
 from oarlock.core.emission import Emitter
 from oarlock.core.group import ExecutionGroup
+from oarlock.core.mixed import Work
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.publication import state_key
 from oarlock.core.recovery import Recovery
@@ -187,6 +188,27 @@ def steps_are_not_tried_again(patch):
     patch.setattr(Recovery, "_attempt", impatient)
 
 
+def chunks_that_were_taken_along_are_done_again(patch):
+    """8.9: the preparation goes on from the step's logits."""
+    patch.setattr(Work, "take_back", lambda self: None)
+
+
+def failed_mixed_forwards_leave_the_chunk(patch):
+    """8.11: both sides unwind."""
+    along = Work.along
+
+    def forgetful(self, *given):
+        side = self._side
+        try:
+            return along(self, *given)
+        except Exception:
+            for cache in side.caches:
+                cache.commit(side.widths)
+            raise
+
+    patch.setattr(Work, "along", forgetful)
+
+
 PLANTS = [
     adopts_before_the_flush,
     register_is_not_filtered_with_the_rows,
@@ -207,6 +229,8 @@ PLANTS = [
     the_last_comes_first,
     the_first_row_is_to_blame,
     steps_are_not_tried_again,
+    chunks_that_were_taken_along_are_done_again,
+    failed_mixed_forwards_leave_the_chunk,
 ]
 
 

@@ -28,17 +28,20 @@ def possible(event: str, phase: str) -> bool:
 
 def run_all(numbers, tools):
     """Run schedules by number, print what they did, and return nothing thin."""
-    table, occupancy, steps, requests = Counter(), Counter(), Counter(), 0
+    table, occupancy, steps, requests, mixed = Counter(), Counter(), Counter(), 0, 0
     for number in numbers:
         report = run(number, tools)
         table += report.table
         occupancy += report.occupancy
         steps += report.steps
         requests += report.requests
+        mixed += report.mixed
     events = sum(table.values())
     print(
-        f"\n{len(numbers)} schedules, {requests} requests, {events} events; rows per step {dict(sorted(occupancy.items()))}"
+        f"\n{len(numbers)} schedules, {requests} requests, {events} events, {mixed} mixed forwards; "
+        f"rows per step {dict(sorted(occupancy.items()))}"
     )
+    assert mixed > 4 * len(numbers)
     print(f"{'':24}" + "".join(f"{phase:>11}" for phase in PHASES))
     for event in sorted({event for event, _ in table}):
         cells = (str(table[event, phase]) if possible(event, phase) else "-" for phase in PHASES)

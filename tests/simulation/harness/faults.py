@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from harness.model import first_tokens
+from harness.model import first_tokens, sides
 from harness.plan import BY_POSITION, SHIFTS, Plan, Planned, Transient
 
 if TYPE_CHECKING:
@@ -87,15 +87,17 @@ class Faults:
         world.require(entered, "another adapter is entered")
 
     def _guilty(self, cache, ids, fault: str) -> list[Plan | None]:
-        """Return per row the plan whose fault this forward reaches."""
+        """Return per line of ``ids`` the plan whose fault this forward reaches: a mixed one has a line for each token."""
         if not any(plan.fault == fault for plan in self._suspects.values()):
             return []
-        tags, width = first_tokens(cache, ids), ids.shape[1]
-        found = [self._suspects.get(tag) for tag in tags]
-        return [
-            plan if plan is not None and plan.fault == fault and start + width > plan.at else None
-            for plan, start in zip(found, cache[0].tokens, strict=True)
-        ]
+        guilty = []
+        for held, part in sides(cache, ids):
+            width, lines = part.shape[1], part.size if part is not ids else len(part)
+            for tag, start in zip(first_tokens(held, part), held.tokens, strict=True):
+                plan = self._suspects.get(tag)
+                reached = plan is not None and plan.fault == fault and start + width > plan.at
+                guilty += [plan if reached else None] * (lines // len(part))
+        return guilty
 
     def _spoiled(self, cache, ids) -> list[bool] | None:
         spoiled = [plan is not None for plan in self._guilty(cache, ids, "nan")]

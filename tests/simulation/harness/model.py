@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import KVCache
 
+from oarlock.core.mixed import MixedCache
+
 VOCABULARY = 61
 PRIME = 251
 POSITIONS = 512
@@ -34,12 +36,22 @@ def next_token(history: Sequence[int], shift: int = 0, layers: int = 1) -> int:
     return total * (layers * (layers + 1) // 2) % VOCABULARY
 
 
+def scaled_dot_product_attention(queries, keys, values, cache, scale, mask=None) -> mx.array:
+    """Sum the values that the mask lets each query see, (B, 1, W, 1). It bears the name that models give it."""
+    if mask is None:
+        return values.sum(axis=2, keepdims=True)  # one token each, all of the past
+    if isinstance(mask, str):
+        width, columns = queries.shape[2], values.shape[2]
+        mask = mx.arange(columns - width, columns)[:, None] >= mx.arange(columns)  # (W, S)
+    return mask.astype(mx.float32) @ values
+
+
 class StubModel(nn.Module):
     """Attention without weights over the cache that it is given, one or more layers deep.
 
     ``before`` and ``between`` are called while a forward is built: before anything, and between the first layer's
-    append and what follows. They may raise. ``spoiled`` answers per row whether its values are to be NaN. All three
-    get the caches and the ids; none is called by the serial caches of bind.
+    append and what follows. They may raise. ``spoiled`` answers per line of the ids whether its values are to be NaN.
+    All three get the caches and the ids; none is called by the serial caches of bind.
     """
 
     def __init__(self, layers: int = 1) -> None:
@@ -78,19 +90,22 @@ class StubModel(nn.Module):
         values = values.astype(mx.float32)[:, None, :, None]  # (B, 1, W, 1)
         if spoiled is not None:
             values = mx.where(mx.array(spoiled)[:, None, None, None], mx.nan, values)
-        _, values = cache.update_and_fetch(ids.astype(mx.float32)[:, None, :, None], values)
-        if mask is None:
-            return values.sum(axis=2)  # (B, 1, 1): one token each, all of the past
-        if isinstance(mask, str):
-            columns = values.shape[2]
-            mask = mx.arange(columns - width, columns)[:, None] >= mx.arange(columns)  # (W, S)
-        return (mask.astype(mx.float32) @ values)[:, 0]  # (B, W, 1)
+        queries = ids.astype(mx.float32)[:, None, :, None]  # only their number counts
+        keys, values = cache.update_and_fetch(queries, values)
+        return scaled_dot_product_attention(queries, keys, values, cache, scale=1.0, mask=mask)[:, 0]  # (B, W, 1)
 
 
-def first_tokens(cache: Sequence, ids: mx.array) -> list[int]:
-    """Return the first prompt token of every row of a forward that is about to append: it says whose row it is."""
-    fresh, held = ids[:, 0].tolist(), cache[0].keys
+def sides(cache: Sequence, ids: mx.array) -> list[tuple]:
+    """Return the first layer's cache and the ids [B, W] of every group of rows in a forward that is about to append."""
+    if not isinstance(cache[0], MixedCache):
+        return [(cache[0], ids)]
+    return [(side.caches[0], side.ids) for side in cache[0].sides]
+
+
+def first_tokens(cache, ids: mx.array) -> list[int]:
+    """Return the first prompt token of every row of a side: it says whose row it is."""
+    fresh, held = ids[:, 0].tolist(), cache.keys
     if held is None:
         return fresh
     first = held[: len(fresh), 0, 0, 0].tolist()
-    return [int(old) if start else new for old, new, start in zip(first, fresh, cache[0].tokens, strict=True)]
+    return [int(old) if start else new for old, new, start in zip(first, fresh, cache.tokens, strict=True)]

@@ -19,13 +19,17 @@ FAULTS = ("callback", "callback", "false", "false", "sampler", "sampler", "poiso
 
 @attrs.frozen
 class Report:
-    """What a schedule did: its requests, how often decode steps had how many rows, and the table of (event, phase)."""
+    """What a schedule did: its requests, how often decode steps had how many rows, and the table of (event, phase).
+
+    ``mixed``: forwards that decode and prefill shared.
+    """
 
     requests: int
     occupancy: Counter
     table: Counter
     steps: Counter
     """Steps by (policy, phase)."""
+    mixed: int
 
 
 def setting(rng: random.Random) -> Setting:
@@ -51,6 +55,12 @@ def setting(rng: random.Random) -> Setting:
         broken_store=random.Random(rng.random()) if rng.random() < 0.25 else None,
         transients=tuple((number, rng.random() < 0.5) for number in numbers),
     )
+
+
+def mixed(setting: Setting, number: int) -> Setting:
+    """Let every second schedule mix its steps, with budgets from one token on."""
+    chosen = {"mixed": number % 2 == 0, "mixed_token_budget": (1, 9, 30, 256)[number // 2 % 4]}
+    return attrs.evolve(setting, scheduler=setting.scheduler | chosen)
 
 
 def plans(rng: random.Random, layers: int) -> list[Plan]:
@@ -134,7 +144,7 @@ def run(number: int, tools: Instruments) -> Report:
     tools.warnings.clear()
     world = None
     try:
-        chosen = setting(rng)
+        chosen = mixed(setting(rng), number)
         world = World(chosen, plans(rng, chosen.layers), tools, checks.published)
         world.consumer_acts = lambda _: act(rng, world)
         world.cancels = rng.choice((0, 1, 2, 3, 6))
@@ -147,7 +157,8 @@ def run(number: int, tools: Instruments) -> Report:
         raise AssertionError(msg) from error
     finally:
         tools.on_join = None
-    return Report(len(world.delivered), world.occupancy, world.table, world.steps)
+    shared = world.engine.stats()["mixed_forwards"]
+    return Report(len(world.delivered), world.occupancy, world.table, world.steps, shared)
 
 
 def _drive(rng: random.Random, world: World) -> None:

@@ -89,8 +89,8 @@ class World:
         self.store.failed = lambda: self.count("state cache raises")
         self.store.refuses = self._refuse
         prepare, decode = self.driver.prepare, self.driver.decode
-        self.driver.prepare = lambda: self._prepare(prepare)
-        self.driver.decode = lambda: self._decode(decode)
+        self.driver.prepare = lambda work=None: self._prepare(lambda: prepare(work))
+        self.driver.decode = lambda work=None: self._decode(lambda: decode(work))
 
     # --- what is going on ---------------------------------------------------------------------------------
 

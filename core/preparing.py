@@ -1,0 +1,35 @@
+"""One row on its way through prefill: where it stands, and which chunk is next. It forwards nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from oarlock.core.contracts.layout import RowState
+from oarlock.core.planner import Chunk, plan
+from oarlock.core.row import Row
+
+
+@attrs.define(eq=False)
+class Preparing:
+    """A row on its way: where it stands, and the chunk that was planned for it.
+
+    ``ids`` are its known tokens: the prompt, and what a row that lost its state has delivered.
+    """
+
+    row: Row
+    ids: tuple[int, ...]
+    position: int
+    chunk_size: int
+    snapshot: int | None = None
+    chunk: Chunk | None = None
+    boundary: list[RowState] | None = None
+
+    def planned(self, longest: Callable[[int, int], int], *, tail_split: bool) -> Chunk:
+        """Return the chunk that is next; ``longest(position, width)`` says how wide it may be."""
+        if self.chunk is None:
+            size = longest(self.position, self.row.unmixed(self.position, self.chunk_size))
+            self.chunk = plan(len(self.ids), self.position, size, tail_split=tail_split, snapshot=self.snapshot)
+            self.row.spans.begin("prefill.chunk", start=self.chunk.start, end=self.chunk.end)
+        return self.chunk
