@@ -47,7 +47,10 @@ class Policy(Protocol):
         ...
 
     def ends_after_preparation(self, counts: Counts) -> bool:
-        """Return True to end the iteration before decode, so that first tokens are seen early."""
+        """Return True to end the iteration before decode, so that first tokens are seen early.
+
+        Where it would for a preparation that delivers nothing, no decode step takes a chunk of it along.
+        """
         ...
 
     def admits_before_decode(self, counts: Counts) -> bool:

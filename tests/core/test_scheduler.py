@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from oarlock.core.scheduler import Scheduler, Turn
-from oarlock.plugins.policies import DecodeFirst, Fifo
+from oarlock.plugins.policies import DecodeFirst, Fifo, PrefillFirst
 
 
 @attrs.define
@@ -147,6 +147,12 @@ def test_a_mixed_iteration_decodes_first_and_yields():
     """3.1 step 8, 3.9: what the preparation published is not asked for."""
     work = Stub(queue=[(9, 3)], running=[9], mixed=True, publishes=True)
     assert trace(work, turns=4) == "R L A D1 M P3 Y D1 M P2 Y D1 M P1 Y D2 Y"
+
+
+def test_prompts_that_go_first_take_no_step_along():
+    """What `PrefillFirst` promises: no step of the running rows before a joiner's prompt is done."""
+    work = Stub(queue=[(9, 3)], running=[9], mixed=True)
+    assert trace(work, turns=4, policy=PrefillFirst()) == "R L A P3 Y P2 Y P1 D2 Y D2 Y"
 
 
 def test_a_preparation_that_published_yields_before_more_work():
