@@ -7,7 +7,9 @@ each group's own cache stores and attends as in a forward of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,6 +17,7 @@ import mlx.core as mx
 
 from oarlock.core.contracts.layout import BatchCache, Positions
 from oarlock.core.row import Row
+from oarlock.core.tracing import shared
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -51,17 +54,24 @@ class Work:
     """
 
     _side: Side | None
+    _spans: Callable[[int], AbstractContextManager[Any]]
     _logits: mx.array | None = attrs.field(default=None, init=False)
 
     @classmethod
-    def of(cls, caches: Sequence[BatchCache], ids: mx.array, lines: Sequence[Row]) -> Work:
-        """Offer a forward of ids uint32 ``[P, W]``, all of them real."""
+    def of(
+        cls,
+        caches: Sequence[BatchCache],
+        ids: mx.array,
+        lines: Sequence[Row],
+        spans: Callable[[int], AbstractContextManager[Any]],
+    ) -> Work:
+        """Offer a forward of ids uint32 ``[P, W]``, all of them real; ``spans(W)`` are open while it is built."""
         rows, width = ids.shape
-        return cls(Side(caches, ids, [width] * rows, lines))
+        return cls(Side(caches, ids, [width] * rows, lines), spans)
 
     def take_back(self) -> mx.array | None:
         """Return the logits ``[P, W, V]`` where a step took it along, else None: it is still to be done."""
-        logits, self._side, self._logits = self._logits, None, None
+        logits, self._side, self._logits, self._spans = self._logits, None, None, contextlib.nullcontext
         return logits
 
     def along(
@@ -79,7 +89,9 @@ class Work:
         side, self._side = self._side, None
         if side is None:
             return None
-        logits, self._logits = forward(bound, [Side(caches, ids, widths, lines), side])
+        counts = {"decode_tokens": ids.size, "prefill_tokens": side.ids.size, "packed_tokens": ids.size + side.ids.size}
+        with self._spans(side.width), shared([*lines, *side.lines], "engine.mixed_forward", 1, **counts):
+            logits, self._logits = forward(bound, [Side(caches, ids, widths, lines), side])
         for cache in side.caches:
             cache.commit(side.widths)
         return logits

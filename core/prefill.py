@@ -6,6 +6,7 @@ It plans, forwards and hands over; it decodes nothing. Rows keep their own chunk
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.group import ExecutionGroup, compacted
 from oarlock.core.mixed import Work
 from oarlock.core.planner import Chunk, shared_width
-from oarlock.core.preparing import Preparing
+from oarlock.core.preparing import Preparing, ending, spans
 from oarlock.core.publication import boundary, extract, publish, publish_boundary, restore
 from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
@@ -93,11 +94,13 @@ class PrefillCohort:
         """Return the next forward for a decode step to take along, None without rows; `advance` must follow."""
         self._store.boundary()
         self._drop_cancelled()
-        pace = self._group.pace
+        pace, most = self._group.pace, self._group.room
         pace.start()
         pace.before()
-        most = min(self._group.room, pace.tokens()) if pace.bound else self._group.room
-        return Work.of(self._caches, self._next(most), self.rows) if self._preparing else None
+        most = min(most, pace.tokens()) if pace.bound else most
+        if not self._preparing:
+            return None
+        return Work.of(self._caches, self._next(most), self.rows, partial(spans, list(self._preparing)))
 
     def surrender(self) -> list[Row]:
         """Drop all state and return the rows that had not joined: what they hold cannot be trusted any more."""
@@ -128,10 +131,8 @@ class PrefillCohort:
         """Do one shared forward of at most ``budget`` tokens, but one a row; True where the advance ends with it."""
         ids = self._next(budget)
         width, widths = ids.shape[1], [ids.shape[1]] * len(ids)
-        zeros = [each.row for each, chunk in self._reached(width) if chunk.final]
-        whose = shared(self.rows, "prefill.forward", width), shared(zeros, "token_zero.forward", width, **memory())
         self._group.pace.before()
-        with self._group.log.times.spent("build"), whose[0], whose[1]:
+        with self._group.log.times.spent("build"), spans(self._preparing, width):
             logits = forwards.forward(self._bound, self._caches, ids, widths, self.rows)
             forwards.settle(self._bound, self._caches, ids, widths, widths, self.rows)
         return self._forwarded(logits)
@@ -143,15 +144,10 @@ class PrefillCohort:
         width = shared_width([each.position for each in self._preparing], chunks, budget)
         return mx.array([each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32)
 
-    def _reached(self, width: int) -> list[tuple[Preparing, Chunk]]:
-        """Return whose chunk ends ``width`` tokens on."""
-        planned = ((each, each.chunk) for each in self._preparing)
-        return [(each, chunk) for each, chunk in planned if chunk is not None and each.position + width == chunk.end]
-
     def _forwarded(self, logits: mx.array, *, mixed: bool = False) -> bool:
         """Go on from a forward's logits [rows, width, V]; True where the advance ends with it."""
         rows, width, _ = logits.shape
-        reached = self._reached(width)
+        reached = ending(self._preparing, width)
         finals = [each for each, chunk in reached if chunk.final]
         zeros, times, pace = [each.row for each in finals], self._group.log.times, self._group.pace
         done = Forwarded(tuple(row.id for row in self.rows), width, prefill=True, mixed=mixed)

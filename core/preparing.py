@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from oarlock.core.contracts.layout import RowState
 from oarlock.core.planner import Chunk, plan
+from oarlock.core.recording import memory
 from oarlock.core.row import Row
+from oarlock.core.tracing import shared
 
 
 @attrs.define(eq=False)
@@ -33,3 +36,18 @@ class Preparing:
             self.chunk = plan(len(self.ids), self.position, size, tail_split=tail_split, snapshot=self.snapshot)
             self.row.spans.begin("prefill.chunk", start=self.chunk.start, end=self.chunk.end)
         return self.chunk
+
+
+def ending(preparing: Sequence[Preparing], width: int) -> list[tuple[Preparing, Chunk]]:
+    """Return whose chunk ends ``width`` tokens on, with that chunk."""
+    planned = ((each, each.chunk) for each in preparing)
+    return [(each, chunk) for each, chunk in planned if chunk is not None and each.position + width == chunk.end]
+
+
+@contextlib.contextmanager
+def spans(preparing: Sequence[Preparing], width: int) -> Iterator[None]:
+    """Open the spans of a forward of ``width`` tokens a row."""
+    rows = [each.row for each in preparing]
+    zeros = [each.row for each, chunk in ending(preparing, width) if chunk.final]
+    with shared(rows, "prefill.forward", width), shared(zeros, "token_zero.forward", width, **memory()):
+        yield

@@ -10,8 +10,9 @@ ORDER = (
     {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
-    {"planner", "admission", "scheduler", "pace", "adapters", "inputs", "mixed", "preparing"},
-    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"},
+    {"planner", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},
+    {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
+    | {"preparing"},
     {"rebuild"},
     {"layers", "bind", "attention", "mixing", "probe", "rehearsal", "evidence", "intake"}
     | {"driver", "gauges", "handle", "models"},

@@ -85,8 +85,8 @@ def traced(model, *, plugins=(), traces=True, started=lambda: None, **scheduler)
 def test_a_request_is_traced_through_every_phase(tiny):
     """19.1; each span that is begun is ended, once."""
     for trace in traced(tiny):
-        assert {phase for phase, _ in trace.spans} == PHASES
-        for phase in PHASES:
+        assert {phase for phase, _ in trace.spans} == PHASES | {"engine.mixed_forward"}
+        for phase in PHASES | {"engine.mixed_forward"}:
             assert trace.order.count(("begin", phase)) == trace.order.count(("end", phase))
 
 
@@ -115,6 +115,13 @@ def test_spans_of_the_first_token_carry_the_allocators_bytes(tiny):
             (attributes,) = trace.of(phase)
             assert attributes.keys() >= BYTES
             assert attributes["peak_bytes"] >= attributes["active_bytes"] > 0
+
+
+def test_a_mixed_forward_is_a_span_of_either_side_with_its_tokens(tiny):
+    """19.3: what decodes, what is prefilled, and both, under one work id."""
+    first, _, last = (trace.of("engine.mixed_forward") for trace in traced(tiny))
+    assert [each["packed_tokens"] - each["decode_tokens"] - each["prefill_tokens"] for each in last] == [0] * len(last)
+    assert {each["work"] for each in first} & {each["work"] for each in last}
 
 
 @pytest.fixture
