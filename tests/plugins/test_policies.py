@@ -40,7 +40,7 @@ class Row:
 class Service:
     """The group's side of the scheduler: real queue and plans, and rows that are nothing but counts."""
 
-    closed = held = False
+    closed = held = mixes = False
     tasks = 0
     accepts = groups = True
 
