@@ -95,6 +95,22 @@ class ApartCache(Parted):
         """Describe the columns of every part."""
         return tuple((tuple(part.places), part.cache.columns(at(widths, part.places))) for part in self._parts)
 
+    def rooms(self, tokens: Sequence[int]) -> list[tuple[BatchCache, list[int]]]:
+        """Return the parts, and a new one for each row to come. Rows that come together later are copied."""
+        joining = [(self._opened(), [n]) for n in tokens[self.rows :]]
+        return [*((part.cache, at(tokens, part.places)) for part in self._parts), *joining]
+
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return what the parts come to; at most, all rows in one part, and what parts have beside their rows."""
+        if exact:
+            return super().projected(tokens, exact=True)
+        longest, opened = max(tokens, default=0), self._opened()
+        beside = 0
+        for part in self._parts:
+            mine, rows = [longest] * len(part.places), len(part.places)
+            beside += max(0, part.cache.projected(mine) - rows * opened.projected([longest]))
+        return opened.projected([longest] * len(tokens)) + beside
+
     def copy_of(self, cache: BatchCache) -> BatchCache:
         """Return a cache of the same rows that nobody else holds."""
         copy = self._opened()

@@ -111,6 +111,8 @@ class Blocks:
         self.arrangement = Arrangement(0)
         self.counts = np.zeros(0, np.int32)
         self.returned: deque[tuple[Arrangement, Ids]] = deque()
+        self.reserved = 0
+        """Blocks of a pool that was fitted: it does not shrink below before it has grown, or is fitted anew."""
         self.debt = 0
         """Blocks that reads copied since the last arrangement, beyond what no arrangement avoids."""
         self._apart: int | None = None
@@ -151,11 +153,23 @@ class Blocks:
         """Make sure of ``wants[i]`` free blocks for each row, and ``extra`` more; may renumber all blocks."""
         needed = self.used + sum(wants) + extra
         if needed > self.capacity:
+            self.reserved = 0
             self.arrange(max(needed, self.capacity + self.capacity // SPARE), rows, wants)
-        elif self.capacity > max(SMALL, SHRINK * needed):
+        elif self.capacity > max(SMALL, SHRINK * needed, self.reserved):
             self.arrange(needed + needed // SPARE, rows, wants)
         elif self.debt > 2 * needed:  # copying all once costs less than going on
             self.arrange(self.capacity, rows, wants)
+
+    @staticmethod
+    def grown(needed: int) -> int:
+        """Return how many blocks there may be, at most, where `reserve` made room for ``needed`` one after the other."""
+        return needed + -(-needed // SPARE)
+
+    def fit(self, capacity: int, rows: Sequence[Share]) -> None:
+        """Have as many blocks as that, no fewer than are owned; ``rows`` lie first where any move."""
+        self.reserved = capacity
+        if capacity != self.capacity:
+            self.arrange(capacity, rows)
 
     def allocate(self, first: int, n: int) -> Ids:
         """Return ``n`` free blocks, from block ``first`` on while those are free, else in the widest gap."""

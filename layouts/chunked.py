@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, RowState
-from oarlock.layouts.planes import PlainPlanes, grown, round_up
+from oarlock.layouts.joins import check_room
+from oarlock.layouts.planes import PlainPlanes, column_bytes, grown, round_up
 from oarlock.layouts.slots import SlotCache
 
 OARLOCK_API = 1
@@ -35,14 +36,6 @@ class ChunkedCache(PlainPlanes, SlotCache):
         self.chunk, self.start_position = chunk, start_position
 
     # --- what models see ------------------------------------------------------------------------------
-
-    def compact(self) -> None:
-        """Cut the planes, and drop the blocks before those of the rows' last tokens."""
-        self._shift(self._needed())
-        if self.planes:
-            more = max(0, self._room(max(map(self._held, range(self.rows)), default=0) or 1) - self._first.shape[2])
-            self.planes = {name: grown(plane, 2, more) for name, plane in self.planes.items()}
-        super().compact()
 
     def maybe_trim_front(self) -> None:
         """Drop the blocks that no row's next token is in. Models call it as a forward begins."""
@@ -99,6 +92,12 @@ class ChunkedCache(PlainPlanes, SlotCache):
         """Describe the columns read: from the common start as far as the longest row reaches."""
         return ("chunked", self.start_position, self._starts.longest + max(widths, default=0))
 
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Make room, and drop the blocks before those of the rows' last tokens."""
+        check_room(tokens, self._tokens)
+        self._shift(self._needed())
+        super().reserve(tokens)
+
     # --- storage ----------------------------------------------------------------------------------------
 
     def storage(self) -> Hashable:
@@ -121,19 +120,34 @@ class ChunkedCache(PlainPlanes, SlotCache):
     def _held(self, row: int) -> int:
         return self._tokens[row] - self.start_position
 
+    def _span(self, tokens: Sequence[int], *, exact: bool) -> int:
+        """Return the columns from the block that rows end in, or, on the way, from where they stand or may join.
+
+        Rows that end in different blocks need all between; a row that goes on needs a block, since models trim.
+        """
+        last, joining = max(tokens, default=0), len(tokens) > self.rows
+        if not exact:
+            return last - (0 if joining else self.start_position)
+        first = 0 if joining else self._needed()
+        apart = last - max(0, min(tokens, default=0) - 1) // self.chunk * self.chunk
+        return max(min(self.chunk, last - first), apart, max(self._tokens, default=0) - self._needed())
+
     def _shift(self, first: int) -> None:
         """Let the first column be position ``first``: drop what is before it, or put zeros there, which none attends."""
         drop, self.start_position = first - self.start_position, first
-        if drop > 0 and self.planes and drop >= self._first.shape[2]:
+        held = max(map(self._held, range(self.rows)), default=0)
+        if drop and held <= 0:
             self.planes = {}
-        elif drop > 0:
-            self.planes = {name: mx.contiguous(plane[:, :, drop:]) for name, plane in self.planes.items()}
-        elif drop < 0 and self.planes:
-            empty = {name: mx.zeros_like(plane[:, :, :1]) for name, plane in self.planes.items()}
-            self.planes = {
-                name: mx.concatenate([mx.repeat(empty[name], -drop, axis=2), plane], axis=2)
-                for name, plane in self.planes.items()
-            }
+        elif drop:
+            self.planes = {name: _moved(plane, drop, self._room(held)) for name, plane in self.planes.items()}
+
+
+def _moved(plane: mx.array, by: int, columns: int) -> mx.array:
+    """Return ``columns`` of a plane from column ``by`` on, zeros where it has none."""
+    part = plane[:, :, max(0, by) : max(0, by + columns)]
+    before = max(0, -by)
+    whole = mx.pad(part, [(0, 0), (0, 0), (before, columns - before - part.shape[2]), (0, 0)])
+    return mx.contiguous(whole)  # where nothing was put around it, it is a view
 
 
 @attrs.frozen
@@ -150,12 +164,11 @@ class ChunkedLayout:
 
     def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> ChunkedCache:
         """Return a cache without rows; any window can be rolled back, since blocks are dropped before a forward."""
-        return ChunkedCache(slots, layer.chunk)
+        return ChunkedCache(slots, layer.chunk).sized(column_bytes(layer))
 
     def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
         """Return the bytes of one row's planes at ``tokens``, reserve included: at most one block and one prompt chunk."""
-        size = layer.dtype.size if layer.dtype is not None else 2
-        return layer.kv_heads * (layer.key_dim + layer.value_dim) * size * round_up(min(tokens, layer.chunk))
+        return column_bytes(layer) * round_up(min(tokens, layer.chunk))
 
     def restore(self, state: RowState) -> ChunkedCache:
         """Return a one-row cache that copies the state's arrays, and never writes them."""

@@ -73,6 +73,15 @@ class CompositeCache:
         """Return the arrays of all parts."""
         return [array for part in self.caches for array in part.arrays()]
 
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return what all parts come to."""
+        return sum(part.projected(tokens, exact=exact) for part in self.caches)
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Make room in every part; the first refuses before any has changed."""
+        for part in self.caches:
+            part.reserve(tokens)
+
     def compact(self) -> None:
         """Compact every part."""
         for part in self.caches:

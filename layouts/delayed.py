@@ -22,7 +22,7 @@ from oarlock.layouts.mixed import Share, SharedKeysValues, Shares
 from oarlock.layouts.parts import Parted, at, drop
 from oarlock.layouts.planes import NamedPlanes, Planes
 from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout, QuantizedOptions, QuantizedRing, packed_of
-from oarlock.layouts.rotating import RotatingCache, RotatingLayout
+from oarlock.layouts.rotating import RingCache, RotatingCache, RotatingLayout
 from oarlock.layouts.slots import SlotCache
 
 OARLOCK_API = 1
@@ -174,7 +174,8 @@ class DelayedCache(NamedPlanes, Parted):
         """Return a dispatched copy of a row, as it is stored."""
         part, place = self.part_of(row)
         cache = self.packed if part is self._parts[1] else self.plain
-        meta = {**self.packed.meta(), "stop": str(self.stop), "packed": str(int(cache is self.packed))}
+        sizes = f"{self.plain.column_bytes} {self.packed.column_bytes}"
+        meta = {"stop": str(self.stop), "packed": str(int(cache is self.packed)), "bytes": sizes, **self.packed.meta()}
         return RowState(layout=NAME, tokens=cache.tokens[place], arrays=cache.row_planes(place), meta=meta)
 
     def reusable(self, tokens: int) -> int:
@@ -189,9 +190,13 @@ class DelayedCache(NamedPlanes, Parted):
     def copy_of(self, cache: BatchCache) -> BatchCache:
         """Return a cache of the same rows that nobody else holds."""
         assert isinstance(cache, SlotCache)
-        copy = cache.sibling(cache.rows)
-        copy.join(cache, range(cache.rows))
-        return copy
+        return cache._copy(range(cache.rows))
+
+    def rooms(self, tokens: Sequence[int]) -> list[tuple[BatchCache, list[int]]]:
+        """Return both caches: a row that is not packed yet, or not there, is plain first, whatever it will be."""
+        early = [*self._parts[0].places, *range(self.rows, len(tokens))]
+        late = [*self._parts[1].places, *(row for row in early if tokens[row] > self.stop)]
+        return [(self.plain, [min(tokens[row], self.stop) for row in early]), (self.packed, at(tokens, late))]
 
     # --- plain and packed -------------------------------------------------------------------------------
 
@@ -208,7 +213,7 @@ class DelayedCache(NamedPlanes, Parted):
         self._parts[1].places += at(self._parts[0].places, rows)
         drop(self._parts[0], rows)
         if not self.plain.rows:
-            self.plain.compact()
+            self.plain.planes = {}
         self._arrange()
         mx.eval(self.packed.arrays())
         mx.clear_cache()
@@ -230,10 +235,8 @@ class DelayedCache(NamedPlanes, Parted):
         rows = self.plain.sibling(0)
         rows.add(len(starts))
         if isinstance(rows, RotatingCache):
-            assert isinstance(self.plain, RotatingCache)
-            assert isinstance(self.packed, QuantizedRing)
-            phases = [*self.plain.ring.phases, *self.packed.ring.phases]
-            rows.ring = attrs.evolve(rows.ring, phases=tuple(phases[row] for row in self._order()))
+            phases = [phase for _, ring in self._both if isinstance(ring, RingCache) for phase in ring.ring.phases]
+            rows.ring = attrs.evolve(rows.ring, phases=tuple(at(phases, self._order())))
         rows.begin([0] * len(starts), starts)
         return rows
 
@@ -273,8 +276,7 @@ class DelayedLayout:
 
     def bytes_at(self, layer: LayerInfo, options: DelayedOptions, tokens: int) -> int:
         """Return the bytes of one row at ``tokens``, as it is stored then."""
-        plain, packed = _layouts(layer)
-        size: int = (plain if tokens <= options.stop else packed).bytes_at(layer, options, tokens)
+        size: int = _layouts(layer)[tokens > options.stop].bytes_at(layer, options, tokens)
         return size
 
     def restore(self, state: RowState) -> DelayedCache:
@@ -283,8 +285,8 @@ class DelayedLayout:
         packed = packed_of(meta)
         plain = RotatingCache(1, packed.ring) if isinstance(packed, QuantizedRing) else FullCache(1)
         (packed if meta["packed"] == "1" else plain).adopt(state.arrays(), state.tokens)
-        parts = [Part(list(range(cache.rows)), cache) for cache in (plain, packed)]
-        return DelayedCache(parts, int(meta["stop"]))
+        each = [cache.sized(int(size)) for cache, size in zip((plain, packed), meta["bytes"].split(), strict=True)]
+        return DelayedCache([Part(list(range(cache.rows)), cache) for cache in each], int(meta["stop"]))
 
 
 def _layouts(layer: LayerInfo) -> tuple[Any, Any]:

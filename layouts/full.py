@@ -14,7 +14,7 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.masks import causal
-from oarlock.layouts.planes import PlainPlanes, Planes, grown, round_up
+from oarlock.layouts.planes import PlainPlanes, Planes, column_bytes, grown, round_up
 from oarlock.layouts.slots import SlotCache
 
 OARLOCK_API = 1
@@ -98,12 +98,11 @@ class FullLayout:
 
     def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> FullCache:
         """Return a cache without rows; any window can be rolled back."""
-        return FullCache(slots)
+        return FullCache(slots).sized(column_bytes(layer))
 
     def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
         """Return the bytes of one row's planes at ``tokens``, reserve included."""
-        size = layer.dtype.size if layer.dtype is not None else 2
-        return layer.kv_heads * (layer.key_dim + layer.value_dim) * size * round_up(tokens)
+        return column_bytes(layer) * round_up(tokens)
 
     def restore(self, state: RowState) -> FullCache:
         """Return a one-row cache that copies the state's arrays when it first grows, and never writes them."""

@@ -64,6 +64,11 @@ class Format:
         """Return the bytes of ``size`` numbers whose scales have ``scale`` bytes each."""
         return size * self.bits // 8 + 2 * size // self.group_size * scale
 
+    def column_bytes(self, layer: LayerInfo) -> int:
+        """Return the bytes of one token's keys and values."""
+        scale = layer.dtype.size if layer.dtype is not None else 2
+        return layer.kv_heads * sum(self.bytes_of(size, scale) for size in (layer.key_dim, layer.value_dim))
+
     def meta(self) -> dict[str, str]:
         """Return what restores this."""
         return {"bits": str(self.bits), "group_size": str(self.group_size)}

@@ -15,7 +15,7 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.blocks import Blocks, Share
-from oarlock.layouts.joins import check_slots
+from oarlock.layouts.joins import check_room, check_slots
 from oarlock.layouts.library import Library
 from oarlock.layouts.pages import PagedOptions, PagedState, Pages, attends, bytes_of, format_of
 from oarlock.layouts.planes import NamedPlanes, Planes
@@ -118,7 +118,10 @@ class PagedCache(NamedPlanes):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool; of a pool that others use too, the share of it that these rows' blocks are."""
+        """Bytes of the pool; of a pool that others use too, the share of it that these rows' blocks are.
+
+        The rest are other caches' and stored rows', each with its part of the blocks that nobody owns.
+        """
         total, used = self._pages.nbytes, self._blocks.used
         return total * self._table.held() // used if used else total
 
@@ -131,11 +134,27 @@ class PagedCache(NamedPlanes):
         """Return the pages, once they exist."""
         return list(self.planes.values())
 
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return the bytes of the rows' blocks, at most with what the pool grows by for them, or has spare for them.
+
+        What caches of one pool project adds up to no less than the pool will have, without what stored rows alone own.
+        What these rows share now counts once. ``exact`` is `nbytes` after `reserve` while nobody else uses the pool.
+        """
+        blocks, used = self._blocks, self._blocks.used
+        needed = self._table.needed(blocks, tokens)
+        have = -(-blocks.capacity * self._table.held() // used) if used else blocks.capacity
+        return self._pages.block_bytes * (needed if exact else max(have, blocks.grown(needed)))
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Fit the pool to the rows' blocks and to what others own; what others reserved beyond that is given back."""
+        check_room(tokens, self.tokens)
+        table = self._table
+        self._blocks.fit(self._blocks.used + table.needed(self._blocks, tokens) - table.held(), table.rows)
+        mx.eval(self.arrays())
+
     def compact(self) -> None:
         """Give back all blocks that nobody owns."""
-        if self._blocks.capacity > self._blocks.used:
-            self._blocks.arrange(self._blocks.used, self._table.rows)
-        mx.eval(self.arrays())
+        self.reserve(self.tokens)
 
     def add(self, n: int) -> None:
         """Append ``n`` empty rows."""
@@ -244,7 +263,7 @@ class PagedLayout:
     def bytes_at(self, layer: LayerInfo, options: PagedOptions | None, tokens: int) -> int:
         """Return the bytes of the blocks of one row at ``tokens``."""
         size = (options := options or PagedOptions()).block_size
-        return layer.kv_heads * bytes_of(layer, options) * (-(-tokens // size) * size)
+        return bytes_of(layer, options.format) * (-(-tokens // size) * size)
 
     def restore(self, state: RowState) -> PagedCache:
         """Return a one-row cache on the state's own blocks, or on new ones where it holds arrays.

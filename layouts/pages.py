@@ -16,7 +16,7 @@ import numpy as np
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.blocks import Arrangement, Blocks, Share
 from oarlock.layouts.packed import GROUPS, Format, KeysValues
-from oarlock.layouts.planes import Planes
+from oarlock.layouts.planes import Planes, column_bytes
 from oarlock.layouts.tables import Plan, as_index, columns_of
 
 SIZES = (16, 32, 64, 128, 256)
@@ -47,11 +47,9 @@ def attends(layer: LayerInfo, options: PagedOptions) -> bool:
     return layer.attendable and options.reads != "gather"
 
 
-def bytes_of(layer: LayerInfo, options: PagedOptions) -> int:
-    """Return the bytes of one token of one head, keys and values."""
-    each, format_ = layer.dtype.size if layer.dtype is not None else 2, options.format
-    sizes = (layer.key_dim, layer.value_dim)
-    return sum(size * each if format_ is None else format_.bytes_of(size, each) for size in sizes)
+def bytes_of(layer: LayerInfo, format_: Format | None) -> int:
+    """Return the bytes of one token's keys and values."""
+    return column_bytes(layer) if format_ is None else format_.column_bytes(layer)
 
 
 class Pages:
@@ -72,8 +70,10 @@ class Pages:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.nbytes // self.blocks.capacity if self.nbytes else 0
+        """Bytes of one block: as the planes have it, before there are any as the layer says."""
+        if nbytes := self.nbytes:
+            return nbytes // self.blocks.capacity
+        return bytes_of(self.layer, self.format) * self.blocks.size
 
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes of so many tokens."""

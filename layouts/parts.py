@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from oarlock.core.contracts.composition import Part
 from oarlock.core.contracts.layout import BatchCache
+from oarlock.layouts.joins import check_room
 
 T = TypeVar("T")
 
@@ -39,10 +40,23 @@ class Parted:
         """Bytes that the rows' tokens need."""
         return sum(part.cache.live_bytes for part in self._parts)
 
+    def rooms(self, tokens: Sequence[int]) -> list[tuple[BatchCache, list[int]]]:
+        """Return which caches need room for rows of ``tokens``, and for which of them."""
+        raise NotImplementedError
+
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return what all parts come to."""
+        return sum(cache.projected(each, exact=exact) for cache, each in self.rooms(tokens))
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Make room in every part."""
+        check_room(tokens, self.tokens)
+        for cache, each in self.rooms(tokens):
+            cache.reserve(each)
+
     def compact(self) -> None:
         """Compact every part."""
-        for part in self._parts:
-            part.cache.compact()
+        self.reserve(self.tokens)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays of all parts."""

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
+from oarlock.core.contracts.layout import LayerInfo
+
 COLUMN_STEP = 256
 """Buffers grow in multiples of this many columns, as mlx-lm's do."""
 
@@ -69,9 +71,25 @@ def copied(plane: mx.array, rows: Sequence[int], columns: int) -> mx.array:
     return mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
 
 
+def column_bytes(layer: LayerInfo) -> int:
+    """Return the bytes of one token's keys and values as they are."""
+    size: int = layer.dtype.size if layer.dtype is not None else 2
+    return layer.kv_heads * (layer.key_dim + layer.value_dim) * size
+
+
 def round_up(columns: int) -> int:
     """Return ``columns`` as a multiple of `COLUMN_STEP`."""
     return -(-columns // COLUMN_STEP) * COLUMN_STEP
+
+
+def resized(plane: mx.array, rows: int, slots: int, columns: int) -> mx.array:
+    """Return the first ``rows`` of ``plane`` in so many slots and columns, zeros behind them."""
+    part = plane[:rows, :, :columns]
+    if part.shape[::2] == (slots, columns):
+        return mx.contiguous(part)
+    whole = mx.zeros((slots, plane.shape[1], columns, plane.shape[3]), plane.dtype)
+    whole[:rows, :, : part.shape[2]] = part
+    return whole
 
 
 def grown(plane: mx.array, axis: int, more: int) -> mx.array:

@@ -143,18 +143,14 @@ class QuantizedLayout:
     ) -> QuantizedCache | QuantizedRing:
         """Return a cache without rows; a ring has room to roll back ``window`` tokens."""
         format_ = _format(options)
+        column = format_.column_bytes(layer)
         if layer.kind == "rotating":
-            return QuantizedRing(slots, ring_of(layer, window), format_, attends=layer.attendable)
-        return QuantizedCache(slots, format_, attends=layer.attendable)
+            return QuantizedRing(slots, ring_of(layer, window), format_, attends=layer.attendable).sized(column)
+        return QuantizedCache(slots, format_, attends=layer.attendable).sized(column)
 
     def bytes_at(self, layer: LayerInfo, options: QuantizedOptions, tokens: int) -> int:
         """Return the bytes of one row's planes at ``tokens``, reserve included; a ring's without a method's slack."""
-        format_ = _format(options)
-        scale = layer.dtype.size if layer.dtype is not None else 2
-        columns = min(round_up(tokens), layer.window or round_up(tokens))
-        return (
-            layer.kv_heads * sum(format_.bytes_of(size, scale) for size in (layer.key_dim, layer.value_dim)) * columns
-        )
+        return _format(options).column_bytes(layer) * min(round_up(tokens), layer.window or round_up(tokens))
 
     def restore(self, state: RowState) -> SlotCache:
         """Return a one-row cache that copies the state's arrays when it is written to, and never writes them."""

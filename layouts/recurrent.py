@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
-from oarlock.layouts.joins import check_slots
+from oarlock.layouts.joins import check_room, check_slots
 
 OARLOCK_API = 1
 
@@ -35,9 +35,10 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
 
     rewinds = False
 
-    def __init__(self, slots: int) -> None:
-        """Open without rows; ``slots`` is the number of arrays that the layer keeps."""
+    def __init__(self, slots: int, state_bytes: int = 0) -> None:
+        """Open without rows; ``slots`` is the number of arrays that the layer keeps, of ``state_bytes`` a row."""
         super().__init__(slots)
+        self.state_bytes = state_bytes
         self._tokens: tuple[int, ...] = ()
         self._starts = Positions(())
         self._widths: tuple[int, ...] = ()
@@ -104,6 +105,15 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
         """Return the slots that exist."""
         return [state for state in self.cache if state is not None]
 
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return the bytes of the states of so many rows, once any has tokens."""
+        row = max(self.state_bytes, self.nbytes // max(1, self.rows))
+        return row * len(tokens) if any(tokens) else self.nbytes
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Change nothing: every step makes the states anew."""
+        check_room(tokens, self._tokens)
+
     def compact(self) -> None:
         """Nothing is reserved."""
 
@@ -128,7 +138,7 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
         """Return rows ``indices`` as a cache of their own: this very one when it is all of them."""
         if list(indices) == list(range(self.rows)):
             return self
-        part = RecurrentCache(len(self.cache))
+        part = RecurrentCache(len(self.cache), self.state_bytes)
         part.cache = self._gathered(indices)
         part._tokens = tuple(self._tokens[i] for i in indices)
         mx.async_eval(part.arrays())
@@ -207,7 +217,7 @@ class RecurrentLayout:
 
     def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> RecurrentCache:
         """Return a cache without rows; any window can be aborted, none can be cut."""
-        return RecurrentCache(layer.slots)
+        return RecurrentCache(layer.slots, layer.state_bytes)
 
     def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
         """Return the bytes of one row's states, whatever its length."""

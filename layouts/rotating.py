@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
-from oarlock.layouts.planes import PlainPlanes, Planes, grown, picked, round_up
+from oarlock.layouts.planes import PlainPlanes, Planes, column_bytes, grown, picked, round_up
 from oarlock.layouts.rings import Mask, Ring
 from oarlock.layouts.slots import SlotCache
 
@@ -143,7 +143,7 @@ class RingCache(SlotCache):
 
     def _relaid(self, slack: int) -> RingCache:
         """Return the rows copied in temporal order into a ring with another slack."""
-        part = self.sibling(self.rows)
+        part = self.sibling(self.rows).sized(self.column_bytes)
         assert isinstance(part, RingCache)
         part._set_tokens(self._tokens)
         part.ring, columns = self.ring.relaid(self._tokens, slack) if self.rows else (part.ring, slice(0, 0))
@@ -196,13 +196,11 @@ class RotatingLayout:
 
     def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> RotatingCache:
         """Return a cache without rows, with room to roll back ``window`` tokens."""
-        return RotatingCache(slots, ring_of(layer, window))
+        return RotatingCache(slots, ring_of(layer, window)).sized(column_bytes(layer))
 
     def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
         """Return the bytes of one row's planes at ``tokens``: at most the window's, without the slack of a method."""
-        size = layer.dtype.size if layer.dtype is not None else 2
-        columns = min(round_up(tokens), layer.window)
-        return layer.kv_heads * (layer.key_dim + layer.value_dim) * size * columns
+        return column_bytes(layer) * min(round_up(tokens), layer.window)
 
     def restore(self, state: RowState) -> RotatingCache:
         """Return a one-row cache that copies the state's arrays when it is written to, and never writes them."""

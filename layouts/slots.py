@@ -7,13 +7,13 @@ A join writes one slot, a leave moves at most the last row into the hole, and no
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import BatchCache, Positions, RowState
-from oarlock.layouts.joins import check_slots
-from oarlock.layouts.planes import Planes, copied, grown, round_up
+from oarlock.layouts.joins import check_room, check_slots
+from oarlock.layouts.planes import COLUMN_STEP, Planes, copied, grown, resized, round_up
 
 
 class SlotCache:
@@ -29,6 +29,8 @@ class SlotCache:
         """Open without rows; ``slots`` are reserved at the first write."""
         self.planes: Planes = {}
         self._reserve = max(1, slots)
+        self._ahead = 0  # columns that were reserved: planes that are made, or grow, get no fewer
+        self._column = 0
         self._tokens: tuple[int, ...] = ()
         self._starts = Positions(())
         self._written = 0
@@ -72,6 +74,10 @@ class SlotCache:
         """Return how many columns to allocate where ``columns`` are needed."""
         return round_up(columns)
 
+    def _span(self, tokens: Sequence[int], *, exact: bool) -> int:
+        """Return how many columns rows of ``tokens`` need: after a `reserve`, or at most on the way there."""
+        return max(tokens, default=0)
+
     # --- one forward ------------------------------------------------------------------------------------
 
     @property
@@ -111,27 +117,51 @@ class SlotCache:
     @property
     def live_bytes(self) -> int:
         """Bytes of the columns that rows fill."""
+        return self.column_bytes * sum(map(self._held, range(self.rows))) if self.planes else 0
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of one slot: as the planes have it, before there are any as `sized` said."""
         if not self.planes:
-            return 0
-        slots, _, columns, _ = self._first.shape
-        return self.nbytes // (slots * columns) * sum(map(self._held, range(self.rows)))
+            return self._column
+        slots, columns = self._first.shape[::2]
+        return self.nbytes // (slots * columns)
+
+    def sized(self, column_bytes: int) -> Self:
+        """Know what a column of a slot will take, and return this cache."""
+        self._column = column_bytes
+        return self
+
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return slots times columns: those needed, or the most that growth on the way comes to."""
+        slots, needed = len(tokens), self._span(tokens, exact=exact)
+        if exact:
+            return slots * self._room(needed) * self.column_bytes
+        have, columns = self._first.shape[::2] if self.planes else (self._reserve, 0)
+        if needed > columns:  # growing last from as many as just do not suffice
+            last = max(columns, (needed - 1) // COLUMN_STEP * COLUMN_STEP)
+            columns = max(self._ahead, self._room(max(needed, last + last // 4)))
+        return (have if slots <= have else max(slots, 2 * slots - 2)) * columns * self.column_bytes
 
     def arrays(self) -> list[mx.array]:
         """Return the planes, once they exist."""
         return list(self.planes.values())
 
-    def compact(self) -> None:
-        """Cut the planes to the rows there are and the columns they fill; without rows, drop them."""
-        if not self.planes:
-            return
-        rows = self.rows
-        columns = self._room(max(map(self._held, range(rows)), default=0) or 1)
-        self._used_slots = min(self._used_slots, rows)
-        if not rows:
-            self.planes = {}
-        elif rows < self._first.shape[0] or columns < self._first.shape[2]:
-            self.planes = {name: mx.contiguous(plane[:rows, :, :columns]) for name, plane in self.planes.items()}
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Cut or enlarge the planes to a slot for each of ``tokens`` and the columns they need."""
+        check_room(tokens, self._tokens)
+        slots, columns = len(tokens), self._room(self._span(tokens, exact=True))
+        self._reserve, self._ahead = slots or self._reserve, columns
+        if not columns:
+            self.planes, self._used_slots = {}, 0
+        elif self.planes and self._first.shape[::2] != (slots, columns):
+            self._used_slots = self.rows
+            self.planes = {name: resized(plane, self.rows, slots, columns) for name, plane in self.planes.items()}
             mx.eval(self.arrays())
+
+    def compact(self) -> None:
+        """Cut the planes to the rows there are and the columns they fill; without any, drop them."""
+        self.reserve(self._tokens)
 
     def add(self, n: int) -> None:
         """Append ``n`` empty rows."""
@@ -195,7 +225,7 @@ class SlotCache:
 
     def _copy(self, indices: Sequence[int]) -> SlotCache:
         """Return rows ``indices`` copied. Dispatched: a pending reader makes the next append copy the whole plane."""
-        part = self.sibling(len(indices))
+        part = self.sibling(len(indices)).sized(self.column_bytes)
         part._set_tokens(tuple(self._tokens[i] for i in indices))
         columns = max(map(self._held, indices), default=0)
         if self.planes and columns:
@@ -223,16 +253,17 @@ class SlotCache:
         return {name: plane[:rows, :, :columns] for name, plane in self.planes.items()}
 
     def _reserve_columns(self, needed: int, like: Mapping[str, mx.array]) -> None:
-        """Make room for ``needed`` columns, a quarter more than there are when it must grow."""
+        """Make room for ``needed`` columns: what was reserved, else a quarter more than there are when it must grow."""
+        have = self._first.shape[2] if self.planes else 0
+        columns = self._ahead if needed <= self._ahead else self._room(max(needed, have + have // 4))
         if not self.planes:
-            slots, columns = max(self._reserve, self.rows), self._room(needed)
+            slots = max(self._reserve, self.rows)
             self.planes = {
                 name: mx.zeros((slots, plane.shape[1], columns, plane.shape[3]), plane.dtype)
                 for name, plane in like.items()
             }
-        elif needed > (columns := self._first.shape[2]):
-            more = self._room(max(needed, columns + columns // 4)) - columns
-            self.planes = {name: grown(plane, 2, more) for name, plane in self.planes.items()}
+        elif needed > have:
+            self.planes = {name: grown(plane, 2, columns - have) for name, plane in self.planes.items()}
 
     def _reserve_slots(self, needed: int, column: int) -> None:
         """Make room for ``needed`` rows, doubling so that joins copy little on average, and clear the new ones.

@@ -37,6 +37,13 @@ class Table:
         ids = [share.ids for share in self.rows]
         return int(np.unique(np.concatenate(ids)).size) if ids else 0
 
+    def needed(self, blocks: Blocks, tokens: Sequence[int]) -> int:
+        """Return how many blocks rows of ``tokens`` will hold: what they share stays so, but for where one writes."""
+        each = zip(self.rows, self.tokens, tokens, strict=False)
+        copied = [n < more and n % blocks.size > 0 and blocks.counts[row.ids[-1]] > 1 for row, n, more in each]
+        shared = sum(row.ids.size for row in self.rows) - self.held()
+        return sum(_blocks_for(n, blocks.size) for n in tokens) - shared + sum(map(int, copied))
+
     def added(self, blocks: Blocks, n: int) -> Table:
         """Return the table with ``n`` empty rows behind."""
         return Table((*self.rows, *(Share(blocks, NONE) for _ in range(n))), (*self.tokens, *([0] * n)))

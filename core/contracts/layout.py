@@ -180,7 +180,7 @@ class BatchCache(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Bytes allocated. Of buffers that several caches share, the part that is this one's."""
         ...
 
     @property
@@ -188,8 +188,27 @@ class BatchCache(Protocol):
         """Bytes that the rows' tokens need, without reserve."""
         ...
 
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return what `nbytes` comes to, at most, on the way to rows of ``tokens``: joins and appends of any size.
+
+        ``tokens``: first those of the rows there are, none fewer than now, then those of rows that will have joined;
+        the longest is as far as a padded window may reach. Never below `nbytes`. ``exact``: what it is after
+        ``reserve(tokens)``, once every row is there and has tokens. Without rows it answers too, for a group to come.
+        """
+        ...
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Make room for rows of ``tokens``, as in `projected`, and give the rest back.
+
+        Up to there `nbytes` does not pass ``projected(tokens, exact=True)``; it is that at once where all rows are
+        there and have tokens. Rows whose arrays are their own bring their room with them when they join, and buffers
+        that do not exist yet get theirs when they are made. Blocks once where something must be copied, and copies
+        nothing where all is as asked. Raises ValueError, and changes nothing, where a row holds more than is asked for.
+        """
+        ...
+
     def compact(self) -> None:
-        """Give back unused slots and columns. Called when idle or under memory pressure; copies what stays."""
+        """Reserve what the rows hold and no more. Called when idle or under memory pressure."""
         ...
 
     def arrays(self) -> list[mx.array]:

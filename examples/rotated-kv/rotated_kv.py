@@ -8,6 +8,7 @@ references, and what attention reads is decoded when it is read.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
@@ -73,9 +74,9 @@ class RotatedCache:
 
     rewinds = True
 
-    def __init__(self, bits: int, dtype: mx.Dtype) -> None:
-        """Open without rows. The bits are not called so here: mlx-lm takes whatever has ``bits`` for its own cache."""
-        self.width, self.dtype = bits, dtype
+    def __init__(self, bits: int, dtype: mx.Dtype, token_bytes: int = 0) -> None:
+        """Open without rows, whose tokens take ``token_bytes`` each. The bits are not called so here: mlx-lm takes whatever has ``bits`` for its own cache."""
+        self.width, self.dtype, self.token_bytes = bits, dtype, token_bytes
         self.buffers: list[dict[str, mx.array]] = []
         self.tokens: tuple[int, ...] = ()
         self._starts, self._written = Positions(()), 0
@@ -148,11 +149,25 @@ class RotatedCache:
         """Return all buffers."""
         return [plane for held in self.buffers for plane in held.values()]
 
+    def projected(self, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Return the bytes of a row of each of ``tokens``: a buffer grows by itself, and none is cut on the way."""
+        needed = [_columns(n) for n in tokens]
+        if not exact:
+            have = [next(iter(held.values())).shape[2] if held else 0 for held in self.buffers]
+            needed = [max(both) for both in itertools.zip_longest(needed, have, fillvalue=0)]
+        return sum(needed) * self.token_bytes
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Cut or enlarge every row's buffers; rows that join bring their own."""
+        if len(tokens) < self.rows or any(n < held for n, held in zip(tokens, self.tokens, strict=False)):
+            msg = f"room was asked for rows of {list(tokens)} tokens; the rows hold {list(self.tokens)}, the least allowed"
+            raise ValueError(msg)
+        rows = zip(self.buffers, map(_columns, tokens), strict=False)
+        self._set([_sized(held, columns) for held, columns in rows], self.tokens)
+
     def compact(self) -> None:
         """Cut every buffer to what its row needs."""
-        self._set(
-            [_cut(held, -(-n // STEP) * STEP) for held, n in zip(self.buffers, self.tokens, strict=True)], self.tokens
-        )
+        self.reserve(self.tokens)
 
     def add(self, n: int) -> None:
         """Append empty rows."""
@@ -180,7 +195,7 @@ class RotatedCache:
         """Return rows as a cache of their own: this one when it is all of them."""
         if list(indices) == list(range(self.rows)):
             return self
-        part = RotatedCache(self.width, self.dtype)
+        part = RotatedCache(self.width, self.dtype, self.token_bytes)
         part._set([_shared(self.buffers[i]) for i in indices], tuple(self.tokens[i] for i in indices))
         return part
 
@@ -192,7 +207,11 @@ class RotatedCache:
         """Return a copy of a row's columns."""
         arrays = _cut(self.buffers[row], self.tokens[row]) if self.tokens[row] else {}
         mx.async_eval(list(arrays.values()))
-        meta = {"bits": str(self.width), "dtype": str(self.dtype).rpartition(".")[2]}
+        meta = {
+            "bits": str(self.width),
+            "token_bytes": str(self.token_bytes),
+            "dtype": str(self.dtype).rpartition(".")[2],
+        }
         return RowState(layout=NAME, tokens=self.tokens[row], arrays=arrays, meta=meta)
 
     def reusable(self, tokens: int) -> int:
@@ -212,8 +231,20 @@ def _with_room(held: mx.array | None, like: mx.array, columns: int) -> mx.array:
     have = 0 if held is None else held.shape[2]
     if held is not None and have >= columns:
         return held
-    more = mx.zeros((1, like.shape[1], -(-columns // STEP) * STEP - have, like.shape[3]), like.dtype)
+    more = mx.zeros((1, like.shape[1], _columns(columns) - have, like.shape[3]), like.dtype)
     return more if held is None else mx.concatenate([held, more], axis=2)
+
+
+def _columns(tokens: int) -> int:
+    """Return how many columns a row of ``tokens`` has."""
+    return -(-tokens // STEP) * STEP
+
+
+def _sized(held: dict[str, mx.array], columns: int) -> dict[str, mx.array]:
+    """Return buffers of ``columns``; a row that has been written none gets its own when it is."""
+    if all(plane.shape[2] == columns for plane in held.values()):
+        return held
+    return _cut({name: _with_room(plane, plane, columns) for name, plane in held.items()}, columns)
 
 
 def _cut(held: dict[str, mx.array], columns: int) -> dict[str, mx.array]:
@@ -239,17 +270,17 @@ class RotatedLayout:
 
     def open(self, layer: LayerInfo, options: RotatedOptions, *, slots: int, window: int) -> RotatedCache:
         """Return a cache without rows; nothing is reserved, and any window can be rolled back."""
-        return RotatedCache(options.bits, layer.dtype)
+        return RotatedCache(options.bits, layer.dtype, self.bytes_at(layer, options, STEP) // STEP)
 
     def bytes_at(self, layer: LayerInfo, options: RotatedOptions, tokens: int) -> int:
         """Return the bytes of one row at ``tokens``, reserve included."""
         token = (layer.key_dim + layer.value_dim) * options.bits // 8 + 2 * 4
-        return layer.kv_heads * token * (-(-tokens // STEP) * STEP)
+        return layer.kv_heads * token * _columns(tokens)
 
     def restore(self, state: RowState) -> RotatedCache:
         """Return the row that ``state`` describes."""
         meta = state.meta()
-        cache = RotatedCache(int(meta["bits"]), getattr(mx, meta["dtype"]))
+        cache = RotatedCache(int(meta["bits"]), getattr(mx, meta["dtype"]), int(meta["token_bytes"]))
         cache._set([_shared(state.arrays())], (state.tokens,))
         return cache
 

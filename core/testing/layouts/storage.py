@@ -113,7 +113,7 @@ class Storage:
         lone = case.layers().open()
         lone.add(1)
         while lone.lengths[0] < length:
-            _forward_unchecked(lone, [lone.layers.longest(lone.lengths[0], length - lone.lengths[0])])
+            forward_unchecked(lone, [lone.layers.longest(lone.lengths[0], length - lone.lengths[0])])
         for bound, cache in zip(lone.layers.bound, lone.caches, strict=True):
             said = bound.layout.bytes_at(bound.info, bound.options, length)
             fits = cache.nbytes < 2 * said or case.kind == "chunked"  # which keeps a prompt until a block is over
@@ -124,7 +124,7 @@ class Storage:
         layers = case.layers()
         before = active_bytes()
         rows = layers.open()
-        _enter_unchecked(rows, LONG)
+        enter_unchecked(rows, LONG)
         rows.evaluate()
         rows.compact()
         more = active_bytes() - before
@@ -200,10 +200,10 @@ class Storage:
         """A step writes, a join adds, a leave moves, a rollback forgets: none takes memory like one plane of a layer."""
         rows = case.layers(large=True).open(slots=8, window=5)
         for _ in range(6):
-            _enter_unchecked(rows, LONG)
-        _forward_unchecked(rows, [1] * 6)
+            enter_unchecked(rows, LONG)
+        forward_unchecked(rows, [1] * 6)
         joiner = rows.layers.open(window=5)
-        _enter_unchecked(joiner, LONG + 1)
+        enter_unchecked(joiner, LONG + 1)
         rows.evaluate()
         joiner.evaluate()
         work: dict[str, Callable[[], None]] = {
@@ -214,8 +214,8 @@ class Storage:
             "undo": lambda: _append(rows, 5, [0] * 6),
         }
         whole = sum(cache.nbytes for cache in rows.caches)
-        peak = _peak(rows, work[change])
-        rows.require(peak <= max(whole // 5, SMALL), f"{change} took {peak} bytes beside the {whole} of all rows")
+        most = peak(rows, work[change])
+        rows.require(most <= max(whole // 5, SMALL), f"{change} took {most} bytes beside the {whole} of all rows")
 
 
 def _grown_by_joins(rows: Rows, count: int) -> int:
@@ -223,9 +223,9 @@ def _grown_by_joins(rows: Rows, count: int) -> int:
     taken = 0
     for _ in range(count):
         joiner = rows.layers.open()
-        _enter_unchecked(joiner, 2)
+        enter_unchecked(joiner, 2)
         joiner.evaluate()
-        taken += _peak(rows, functools.partial(rows.join, joiner))
+        taken += peak(rows, functools.partial(rows.join, joiner))
     return taken
 
 
@@ -233,15 +233,17 @@ def _bytes(state: RowState) -> dict[str, bytes]:
     return {name: np.array(array.view(mx.uint8)).tobytes() for name, array in state.arrays().items()}
 
 
-def _enter_unchecked(rows: Rows, length: int) -> None:
+def enter_unchecked(rows: Rows, length: int) -> None:
+    """Let a row join that was prefilled alone, and look at nothing that it saw."""
     alone = rows.layers.open(window=rows.window)
     alone.add(1)
     while alone.lengths[0] < length:
-        _forward_unchecked(alone, [rows.layers.longest(alone.lengths[0], length - alone.lengths[0])])
+        forward_unchecked(alone, [rows.layers.longest(alone.lengths[0], length - alone.lengths[0])])
     rows.join(alone)
 
 
-def _forward_unchecked(rows: Rows, widths: list[int]) -> None:
+def forward_unchecked(rows: Rows, widths: list[int]) -> None:
+    """Forward so many fresh tokens of each row and keep them, unseen."""
     new = [rows.new(width) for width in widths]
     rows.forward(new)
     rows.commit(widths)
@@ -262,7 +264,7 @@ def _append(rows: Rows, width: int, kept: list[int]) -> None:
     rows.commit([n if rows.cuts or n == width else 0 for n in kept])
 
 
-def _peak(rows: Rows, work: Callable[[], None]) -> int:
+def peak(rows: Rows, work: Callable[[], None]) -> int:
     """Return the bytes that ``work`` needs, what must be evaluated at a boundary included."""
 
     def evaluated() -> None:

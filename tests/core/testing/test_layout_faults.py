@@ -1,5 +1,7 @@
 """The kit against layouts with one fault each: the clause that speaks of it must break, and say after what."""
 
+import itertools
+
 import attrs
 import mlx.core as mx
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from oarlock.core.contracts.layout import Positions, RowState
 from oarlock.core.testing.layouts import LayoutContract, violations
 from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.planes import column_bytes
 from oarlock.layouts.quantized import QuantizedLayout
 from oarlock.layouts.recurrent import RecurrentCache, RecurrentLayout
 from oarlock.layouts.rings import Ring
@@ -145,6 +148,60 @@ class TakesCopies(FullCache):
         return self._copy(indices)
 
 
+class ProjectsWhatIsNeeded(FullCache):
+    """Forgets that buffers grow by more than is asked for."""
+
+    def projected(self, tokens, *, exact=False):
+        return super().projected(tokens, exact=True)
+
+
+class ProjectsToday(FullCache):
+    """Says of rows to come what there is."""
+
+    def projected(self, tokens, *, exact=False):
+        return super().projected(tokens, exact=True) if exact else max(self.nbytes, 1 << 21)
+
+
+class ReservesForItsOwn(FullCache):
+    """Makes no room for who will join."""
+
+    def reserve(self, tokens):
+        super().reserve(tokens[: self.rows])
+
+
+class KeepsSlots(FullCache):
+    """Makes room and gives no slot back."""
+
+    def reserve(self, tokens):
+        super().reserve([*tokens, *[0] * (self._reserve - len(tokens))])
+
+
+class CutsTooShort(FullCache):
+    """Loses tokens where it makes room."""
+
+    def reserve(self, tokens):
+        super().reserve(tokens)
+        self.planes = {name: mx.array(plane) for name, plane in self.planes.items()}
+        for plane in self.planes.values():
+            plane[:, :, 20:] = 0
+        mx.eval(self.arrays())
+
+
+class CopiesToReserve(FullCache):
+    """Copies all rows even where all is as asked."""
+
+    def reserve(self, tokens):
+        super().reserve(tokens)
+        self.planes = {name: mx.concatenate([plane[:1], plane[1:]]) for name, plane in self.planes.items()}
+
+
+class ReservesLess(FullCache):
+    """Does not mind that less is asked for than there is."""
+
+    def reserve(self, tokens):
+        super().reserve([max(each) for each in itertools.zip_longest(tokens, self.tokens, fillvalue=0)])
+
+
 class ReusesTooMuch(FullCache):
     """Promises what is not there."""
 
@@ -165,7 +222,7 @@ class Cached:
             cache_type: type = self.cache
 
             def open(self, layer, options, *, slots, window):
-                return self.cache_type(slots)
+                return self.cache_type(slots).sized(column_bytes(layer))
 
             def restore(self, state):
                 made = self.cache_type(1)
@@ -180,6 +237,13 @@ class CountsOneLess(FullLayout):
 
     def bytes_at(self, layer, options, tokens):
         return super().bytes_at(layer, options, max(1, tokens - 1))
+
+
+class KnowsNoGeometry(FullLayout):
+    """A cache without buffers cannot say what a row will take."""
+
+    def open(self, layer, options, *, slots, window):
+        return FullCache(slots)
 
 
 class Holds(FullLayout):
@@ -283,9 +347,20 @@ class Ringed:
     def __call__(self):
         class Planted(RotatingLayout):
             def open(planted, layer, options, *, slots, window):  # noqa: N805
-                return self.cache(slots, Ring(window=layer.window, keep=layer.keep, slack=window - 1))
+                ring = Ring(window=layer.window, keep=layer.keep, slack=window - 1)
+                return self.cache(slots, ring).sized(column_bytes(layer))
 
         return Planted()
+
+
+class ProjectsNoSlack(RotatingCache):
+    """Says what the window takes, not what a method's drafts take beside."""
+
+    def projected(self, tokens, *, exact=False):
+        ring, self.ring = self.ring, attrs.evolve(self.ring, slack=0)
+        said = super().projected(tokens, exact=exact)
+        self.ring = ring
+        return said
 
 
 class PadsTheState(RecurrentCache):
@@ -294,6 +369,13 @@ class PadsTheState(RecurrentCache):
     def begin(self, widths, starts):
         super().begin(widths, starts)
         self.lengths = None
+
+
+class CountsOneState(RecurrentCache):
+    """Says of several rows what one takes."""
+
+    def projected(self, tokens, *, exact=False):
+        return super().projected(tokens[:1], exact=exact)
 
 
 class PutsNothingBack(RecurrentCache):
@@ -313,7 +395,7 @@ class Recurrent:
     def __call__(self):
         class Planted(RecurrentLayout):
             def open(planted, layer, options, *, slots, window):  # noqa: N805
-                return self.cache(layer.slots)
+                return self.cache(layer.slots, layer.state_bytes)
 
         return Planted()
 
@@ -344,6 +426,19 @@ PLANTED = [
     (Cached(CopiesItAll), "test_no_change_copies"),
     (Cached(TakesCopies), "test_all_rows_taken"),
     (Cached(ReusesTooMuch), "test_what_can_be_reused"),
+    (Cached(ProjectsWhatIsNeeded), "test_growth_was"),
+    (Cached(ProjectsToday), "test_growth_was"),
+    (Ringed(ProjectsNoSlack), "test_growth_was"),
+    (Recurrent(CountsOneState), "test_growth_was"),
+    (Cached(ReservesForItsOwn), "test_reserved_room"),
+    (Cached(KeepsSlots), "test_reserved_room"),
+    (Cached(CutsTooShort), "test_reserved_room"),
+    (Cached(CopiesToReserve), "test_reserved_room"),
+    (Ringed(ProjectsNoSlack), "test_reserved_room"),
+    (Cached(GivesNothingBack), "test_compacted_is"),
+    (Cached(ReservesLess), "test_compacted_is"),
+    (KnowsNoGeometry, "test_a_row_to_come"),
+    (CountsOneLess, "test_a_row_to_come"),
     (CountsOneLess, "test_bytes_are"),
     (Holds, "test_everything_is_released"),
     (OffByOne, "test_a_lone_row"),

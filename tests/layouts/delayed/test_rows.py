@@ -133,6 +133,7 @@ def test_a_state_says_in_which_form_it_is(mirror, delayed_kind, window, length):
     state = rows.cache.extract(0)
     ring = {} if window is None else {"window": "8", "keep": "0"}
     said = {"stop": "5", "packed": str(int(length > STOP)), "bits": "4", "group_size": "32", "attends": "1", **ring}
+    said["bytes"] = f"{rows.cache.plain.column_bytes} {rows.cache.packed.column_bytes}"
     assert state.meta() == said
     assert (state.layout, state.tokens) == ("delayed", length)
     assert (DelayedLayout().restore(state).extract(0).meta()) == said
