@@ -248,7 +248,8 @@ def forward_unchecked(rows: Rows, widths: list[int]) -> None:
     rows.forward(new)
     rows.commit(widths)
     for pieces, fresh in zip(rows.pieces, new, strict=True):
-        pieces.append(tuple(fresh))
+        if fresh:
+            pieces.append(tuple(fresh))
 
 
 def _append(rows: Rows, width: int, kept: list[int]) -> None:
