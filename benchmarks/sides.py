@@ -44,6 +44,7 @@ class Oarlock:
             self.engine.submit(request, events=_collector(row))
         while self.engine.stats()["active_rows"] < len(prompts):
             self.engine.step()
+        self.engine.step()  # from now on each step has one before it to read
 
     @property
     def bound(self) -> BoundModel:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from oarlock.core import SamplingParams, prefill
+from oarlock.core import SamplingParams, preparing
 from oarlock.core.errors import CompositionError, ModelNotBatchable
 from oarlock.core.planner import plan
 from oarlock.core.testing import models
@@ -94,7 +94,7 @@ def test_twin_a_prompt_that_ends_one_token_early_is_noticed(bench, planted, monk
         made = plan(length, position, chunk, **rest)
         return attrs.evolve(made, final=made.final or made.end >= length - 1)
 
-    monkeypatch.setattr(prefill, "plan", wrong)
+    monkeypatch.setattr(preparing, "plan", wrong)
     with planted():
         check_chunks(bench, monkeypatch, key, (7,), (2,))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from oarlock.core import Request, SamplingParams, errors, prefill
+from oarlock.core import Request, SamplingParams, errors, preparing
 from oarlock.core.planner import plan
 from oarlock.core.testing.models import build, table
 from oarlock.layouts.full import FullCache
@@ -131,7 +131,7 @@ def test_twin_a_prompt_that_ends_one_token_early_is_noticed(bench, planted, monk
         made = plan(length, position, chunk, **rest)
         return attrs.evolve(made, final=made.final or made.end >= length - 1)
 
-    monkeypatch.setattr(prefill, "plan", wrong)
+    monkeypatch.setattr(preparing, "plan", wrong)
     with planted():
         check_each_position_once(bench, range(3, 8), (1, 2, 3))
 
