@@ -27,8 +27,6 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     # Whoever builds the part deletes its line here.
     {
         "scheduler.compiled": ("auto", False),
-        "scheduler.kv_budget": (None,),
-        "scheduler.overcommit": (1.0,),
         "state_cache.prefix_bytes": (),
         "state_cache.disk": (),
         "state_cache.disk_bytes": (),

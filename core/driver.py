@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,16 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oarlock.core.admission import AdmissionQueue, GroupKey, compatible
+from oarlock.core.budget import Budget
 from oarlock.core.cleanup import attempt_all
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
-from oarlock.core.errors import EngineClosed
 from oarlock.core.group import ExecutionGroup
-from oarlock.core.handle import Task
+from oarlock.core.mailbox import Mailbox
 from oarlock.core.mixed import Work
 from oarlock.core.observe import Observers
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.rebuild import Rebuild
+from oarlock.core.relief import Relief
 from oarlock.core.request import FinishReason
 from oarlock.core.residency import Residency
 from oarlock.core.row import Row
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
 
-class Driver:
-    """Queue, preparation, running group, tasks, lock and residency of one engine.
+class Driver(Mailbox):
+    """Queue, preparation, running group, lock and residency of one engine.
 
     Implements `core.scheduler.Work`. ``mutex`` guards what other threads touch: queue, tasks, flags. Everything else
     belongs to the driving thread.
@@ -44,16 +44,14 @@ class Driver:
         clock: Callable[[], float],
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
-        self.mutex = threading.Condition()
-        self.signals = 0
-        """Counts what other threads asked for; who sleeps compares it, so no wake-up is lost."""
-        self.closed = False
-        self.held = False
+        super().__init__()
         self.published = False
         """Whether the last preparation advance delivered a token."""
         self.bound = bound
         self.emitter = Emitter(observers, clock)
         self.group = ExecutionGroup(bound, store, self.emitter, store.release)
+        self.relief = Relief(Budget.of(bound), self.group, self._put_back)
+        self._admitted = 0
         self._recoveries = Rebuild(self.group, store, self.conclude, bound.config.scheduler.max_recoveries)
         self.queue = AdmissionQueue(bound.config.scheduler.max_queued, bound.policy.choose)
         self._store = store
@@ -65,7 +63,6 @@ class Driver:
         bound.adapters.open()
         self._work = contextlib.ExitStack()
         self._acquired = False
-        self._tasks: deque[Task] = deque()
         self._preparation: PrefillCohort | None = None
         self._key: GroupKey | None = None
 
@@ -121,29 +118,17 @@ class Driver:
         """Whether the head can join what runs and prepares now."""
         with self.mutex:
             head = self.queue.head()
-        return head is not None and self._compatible(head) and self._store.fits(head)
-
-    @property
-    def tasks(self) -> int:
-        """Waiting tasks."""
-        return len(self._tasks)
+        return (
+            head is not None
+            and self._compatible(head)
+            and self.relief.affords(head, self._preparation)
+            and self._store.fits(head)
+        )
 
     @property
     def busy(self) -> bool:
         """Whether an iteration would find something to do."""
         return bool(self.active or self.preparing or (not self.held and (self.queued or self.tasks)))
-
-    def signal(self) -> None:
-        """Wake whoever sleeps. Legal from any thread."""
-        with self.mutex:
-            self.signals += 1
-            self.mutex.notify_all()
-
-    def sleep(self, seen: int, timeout: float | None = None) -> None:
-        """Wait for a signal after ``seen``, unless there is work; at most ``timeout`` seconds."""
-        with self.mutex:
-            if self.signals == seen and not self.busy and not self.closed:
-                self.mutex.wait(timeout)
 
     def prune(self) -> None:
         """Drop cancelled rows from anywhere in the queue."""
@@ -173,25 +158,11 @@ class Driver:
             work, self._work = self._work, contextlib.ExitStack()
             work.close()
 
-    def add_task(self, task: Task) -> None:
-        """Queue a task for the next boundary. Raises `errors.EngineClosed`."""
-        with self.mutex:
-            if self.closed:
-                raise EngineClosed
-            self._tasks.append(task)
-            self.signal()
-
-    def run_task(self) -> None:
-        """Run one task; its error is its caller's."""
-        with self.mutex:
-            task = self._tasks.popleft()
-        task.run()
-
     def admit(self) -> bool:
         """Admit the head; False where it must wait. An error rejects that row and counts as done."""
         with self.mutex:
             row = self.queue.head()
-        if row is None or not self._compatible(row):
+        if row is None or not self._compatible(row) or not self.relief.affords(row, self._preparation):
             return False
         try:
             if not self._store.admit(row):
@@ -208,9 +179,12 @@ class Driver:
 
     def prepare(self, work: Work | None = None) -> None:
         """Advance the preparation once, from the step that took ``work`` along, and drop it when it is empty."""
-        preparation = self._preparation
-        assert preparation is not None
         self.published = False
+        if work is None:
+            self._relieve()
+        preparation = self._preparation
+        if preparation is None:
+            return
         with self._recoveries.contained(preparation, self._surrender):
             preparation.advance(work)
             self.published = preparation.published
@@ -219,18 +193,33 @@ class Driver:
 
     def decode(self, work: Work | None = None) -> None:
         """Advance the running rows once; the step may take ``work`` along."""
+        if work is None:
+            self._relieve()
         with self._recoveries.contained(self.group, self._surrender):
             self.group.advance(work)
 
     def mix(self) -> None:
         """Advance both: the step takes the preparation's next chunk along, and is emitted before that goes on."""
+        self._relieve()
         preparation, work = self._preparation, None
-        assert preparation is not None
-        with self._recoveries.contained(preparation, self._surrender):
-            work = preparation.offer()
+        if preparation is not None:
+            with self._recoveries.contained(preparation, self._surrender):
+                work = preparation.offer()
         self.decode(work)
         if self._preparation is not None:
             self.prepare(work)
+
+    def _relieve(self) -> None:
+        """Preempt rows while the next step would hold too much."""
+        with self._recoveries.contained(self.group, self._surrender):
+            self._preparation = self.relief.relieve(self._preparation)
+
+    def _put_back(self, row: Row) -> None:
+        """Let a row that gave its state up wait at the head of the queue."""
+        self._store.release(row, False)
+        with self.mutex:
+            self.queue.push_front(row)
+        self._observers.notify("request_preempted", request=row.request)
 
     def _surrender(self) -> list[list[Row]]:
         """Give up all state: what the device was given and has not answered is lost."""
@@ -276,12 +265,15 @@ class Driver:
     def _enter(self, row: Row) -> None:
         """Take a row out of the queue's hands: namespace, adapter, method, preparation, in this order."""
         request = row.request
-        row.namespace = request.namespace() if callable(request.namespace) else request.namespace
+        if not row.preempted:
+            row.namespace = request.namespace() if callable(request.namespace) else request.namespace
         self.bound.adapters.switch(row.key.adapter)
-        if request.on_admitted is not None:
-            request.on_admitted()
-        row.admitted_at = self._clock()
-        self._observers.notify("request_admitted", request=request)
+        if not row.preempted:
+            if request.on_admitted is not None:
+                request.on_admitted()
+            self._admitted += 1
+            row.admitted_at, row.admitted_number = self._clock(), self._admitted
+            self._observers.notify("request_admitted", request=request)
         self.group.use_method(row.key.method)
         self._key = row.key
         cohort = self._preparation or PrefillCohort(self.group, self._store, self.conclude)

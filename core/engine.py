@@ -119,6 +119,7 @@ class Engine:
         if self._driver.closed:
             raise EngineClosed
         row = admit_request(request, self.bound, self.tokenizer, f"request-{next(self._names)}")
+        self._driver.relief.budget.check(row)
         row.events, row.ended, row.submitted_at = events, ended, time.monotonic()
         with self._driver.mutex:
             if self._driver.closed:

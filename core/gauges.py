@@ -12,7 +12,7 @@ def gauges(driver: Driver) -> dict[str, Any]:
     """Return rows, bytes and counters. Legal from any thread.
 
     ``kv_bytes`` are allocated for running rows, ``kv_live_bytes`` of them hold tokens; ``active_bytes``, ``peak_bytes``
-    and ``cache_bytes`` are the allocator's.
+    and ``cache_bytes`` are the allocator's. ``kv_budget`` is in bytes, None without one.
     """
     return {
         "active_rows": driver.active,
@@ -25,4 +25,6 @@ def gauges(driver: Driver) -> dict[str, Any]:
         "recoveries": driver.group.recovery.recoveries,
         "retries": driver.group.recovery.retries,
         "mixed_forwards": driver.group.log.mixed_forwards,
+        "preemptions": driver.relief.preemptions,
+        "kv_budget": driver.relief.budget.limit,
     }

@@ -11,6 +11,7 @@ import mlx.core as mx
 import structlog
 
 from oarlock.core import forward as forwards
+from oarlock.core.budget import Holding
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
@@ -135,18 +136,12 @@ class ExecutionGroup:
     def retire(self) -> None:
         """Publish and drop the rows that are over: after all were emitted, before anything moves."""
         survivors = [i for i, row in enumerate(self._rows) if not row.over]
-        gone = len(self._rows) - len(survivors)
-        if not gone or self._method is None:
+        if len(survivors) == len(self._rows) or self._method is None:
             return
         for place, row in enumerate(self._rows):
             if row.over and row.reason not in (None, FinishReason.CANCELLED):
                 self._publish(place, row)
-        indices = compacted(survivors, len(self._rows))
-        self._method.keep(indices, discard=False)
-        self._rows = [self._rows[i] for i in indices]
-        self.log.left += gone
-        if not self._rows:
-            self._samplers.set_rows(())
+        self._keep(survivors, discard=False)
 
     # --- what the driver asks ------------------------------------------------------------------------------
 
@@ -223,6 +218,22 @@ class ExecutionGroup:
         assert self._method is not None
         mx.eval([array for cache in self._method.caches() for array in cache.arrays()])
 
+    def holding(self) -> Holding:
+        """Return what the running rows hold after the next step."""
+        caches = self._method.caches() if self._method is not None else ()
+        if not caches or not self._rows:
+            return Holding((), (), ())
+        ahead = max(1, self._method.running_tokens // len(self._rows)) if self._method is not None else 1
+        return Holding(caches, self._rows, [tokens + ahead for tokens in caches[0].tokens])
+
+    def evict(self, row: Row) -> bool:
+        """Drop a running row and its state, once what is in flight was emitted; False where it is over by that."""
+        self.flush()
+        if row not in self._rows:
+            return False
+        self._keep([place for place, other in enumerate(self._rows) if other is not row], discard=True)
+        return True
+
     def surrender(self) -> list[Row]:
         """Drop all state, settle the rows that are over, and return the others: what they hold cannot be trusted."""
         rows, _ = self.detach()
@@ -266,6 +277,15 @@ class ExecutionGroup:
                 row.error, row.fed_tainted = error, True
                 self._conclude(row)
         self.retire()
+
+    def _keep(self, survivors: Sequence[int], *, discard: bool) -> None:
+        assert self._method is not None
+        indices = compacted(survivors, len(self._rows))
+        self._method.keep(indices, discard=discard)
+        self.log.left += len(self._rows) - len(indices)
+        self._rows = [self._rows[i] for i in indices]
+        if not self._rows:
+            self._samplers.set_rows(())
 
     def _publish(self, place: int, row: Row) -> None:
         assert self._method is not None

@@ -11,6 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from oarlock.core import forward as forwards
+from oarlock.core.budget import Holding
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw
 from oarlock.core.contracts.state_cache import StateCache
@@ -39,10 +40,8 @@ class PrefillCohort:
         self._settings = group.config.scheduler
         self._preparing: list[Preparing] = []
         self._caches: list[BatchCache] = []
-        self.published = False
-        """The last advance delivered a token."""
-        self.accepts = True
-        """Rows may be added; False for prepared inputs, whose forward is their own."""
+        self.published = False  # the last advance delivered a token
+        self.accepts = True  # rows may be added; False for prepared inputs, whose forward is their own
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -102,6 +101,15 @@ class PrefillCohort:
             return None
         return Work.of(self._caches, self._next(most), self.rows, partial(spans, list(self._preparing)))
 
+    def holding(self) -> Holding:
+        """Return what the rows hold after the next forward."""
+        after = [min(len(each.ids), each.position + each.chunk_size) for each in self._preparing]
+        return Holding(self._caches, self.rows, after)
+
+    def evict(self, row: Row) -> None:
+        """Drop a row and its state."""
+        self._keep([each for each in self._preparing if each.row is not row])
+
     def surrender(self) -> list[Row]:
         """Drop all state and return the rows that had not joined: what they hold cannot be trusted any more."""
         rows, self._preparing, self._caches = self.rows, [], []
@@ -114,8 +122,6 @@ class PrefillCohort:
             each.row.error = each.row.error or (None if each.row.reason else error)
             self._conclude(each.row)
         self._group.retire()  # those that had joined already
-
-    # --- one advance ------------------------------------------------------------------------------------
 
     def _forwards(self) -> None:
         pace = self._group.pace
@@ -243,8 +249,6 @@ class PrefillCohort:
                 row.error = error
                 self._conclude(row)
         self._keep([each for each in self._preparing if each not in finals])
-
-    # --- membership ---------------------------------------------------------------------------------------
 
     def _add(self, restored: Sequence[BatchCache] | None) -> None:
         """Put a row behind the others, empty or restored, on every layer or on none."""

@@ -52,6 +52,10 @@ class Row:
     reason: FinishReason | None = None
     error: BaseException | None = None
     cancelled: bool = False
+    admitted_number: int = 0
+    """Counts admissions: the newest rows have the largest."""
+    preempted: bool = False
+    """Gave its state up once, for want of memory."""
     fault: BaseException | None = None
     """Set from any thread: reject the row with this at its next token."""
     stop_at: int | None = None

@@ -11,11 +11,12 @@ ORDER = (
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
     {"planner", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},
+    {"budget"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
     | {"preparing"},
-    {"rebuild"},
+    {"rebuild", "relief"},
     {"layers", "bind", "attention", "mixing", "probe", "rehearsal", "evidence", "intake"}
-    | {"driver", "gauges", "handle", "models"},
+    | {"driver", "gauges", "mailbox", "handle", "models"},
     {"engine"},
     {"aio"},
 )

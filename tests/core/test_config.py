@@ -365,9 +365,6 @@ def test_options_are_checked_by_the_plugin_that_declares_them():
     ("section", "key", "value"),
     [
         ("scheduler", "compiled", True),
-        ("scheduler", "kv_budget", "4GiB"),
-        ("scheduler", "kv_budget", "50%"),
-        ("scheduler", "overcommit", 1.5),
         ("state_cache", "prefix_bytes", "1GiB"),
         ("state_cache", "disk", ""),
         ("state_cache", "disk_bytes", "10GiB"),

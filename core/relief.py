@@ -1,0 +1,52 @@
+"""Keeping rows within the budget: who may enter, and who leaves when the next step would hold too much.
+
+A row that leaves waits at the head of the queue and is computed again from its delivered tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from oarlock.core.budget import Budget, Holding
+from oarlock.core.group import ExecutionGroup
+from oarlock.core.prefill import PrefillCohort
+from oarlock.core.row import Row
+
+
+@attrs.define(eq=False)
+class Relief:
+    """Applies the budget to the running group and to the preparation beside it."""
+
+    budget: Budget
+    group: ExecutionGroup
+    put_back: Callable[[Row], None]
+    preemptions: int = 0
+
+    def affords(self, row: Row, preparation: PrefillCohort | None) -> bool:
+        """Return whether a row may enter beside those there are."""
+        return self.budget.admits(row, *self._holdings(preparation))
+
+    def relieve(self, preparation: PrefillCohort | None) -> PrefillCohort | None:
+        """Preempt the newest rows while the next step would hold too much; return what is left of the preparation.
+
+        A lone row is left alone: it was refused if it did not fit.
+        """
+        while not self.budget.relieves(*(holdings := self._holdings(preparation))):
+            rows = [row for holding in holdings for row in holding.rows]
+            if len(rows) == 1:
+                break
+            row = max(rows, key=lambda row: row.admitted_number)
+            if preparation is not None and row in preparation.rows:
+                preparation.evict(row)
+                preparation = preparation if preparation.rows else None
+            elif not self.group.evict(row):
+                continue
+            row.preempted = True
+            self.preemptions += 1
+            self.put_back(row)
+        return preparation
+
+    def _holdings(self, preparation: PrefillCohort | None) -> tuple[Holding, Holding]:
+        return self.group.holding(), preparation.holding() if preparation is not None else Holding((), (), ())
