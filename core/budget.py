@@ -79,7 +79,8 @@ class Budget:
         """Return whether the next step fits, with caches cut to what it needs where they grow too far by themselves."""
         if self.limit is None:
             return True
-        parts = [(running, (*running.tokens, *preparing.tokens))] if running.rows else []
+        both: Sequence[int] = (*running.tokens, *preparing.tokens)
+        parts = [(running, both)] if running.rows else []
         parts += [(preparing, preparing.tokens)] if preparing.rows else []
         copied = self.bound.bytes_at(max(preparing.tokens)) if len(preparing.rows) > 1 else 0
         if sum(self._of(*part, exact=False) for part in parts) + copied <= self.limit:

@@ -26,14 +26,14 @@ class Relief:
 
     def affords(self, row: Row, preparation: PrefillCohort | None) -> bool:
         """Return whether a row may enter beside those there are."""
-        return self.budget.admits(row, *self._holdings(preparation))
+        return self.budget.limit is None or self.budget.admits(row, *self._holdings(preparation))
 
     def relieve(self, preparation: PrefillCohort | None) -> PrefillCohort | None:
         """Preempt the newest rows while the next step would hold too much; return what is left of the preparation.
 
         A lone row is left alone: it was refused if it did not fit.
         """
-        while not self.budget.relieves(*(holdings := self._holdings(preparation))):
+        while self.budget.limit is not None and not self.budget.relieves(*(holdings := self._holdings(preparation))):
             rows = [row for holding in holdings for row in holding.rows]
             if len(rows) == 1:
                 break

@@ -250,7 +250,7 @@ def test_sections_check_themselves():
     with pytest.raises(errors.InvalidConfigValue, match=r"scheduler\.max_batch"):
         SchedulerConfig(max_batch=0)
     with pytest.raises(errors.InvalidConfigValue, match=r"scheduler\.overcommit"):
-        attrs.evolve(SchedulerConfig(), overcommit=1.5)
+        attrs.evolve(SchedulerConfig(), overcommit=0.5)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,8 @@ CHANGES = {
     "scheduler.early_first_token": False,
     "scheduler.pipeline": False,
     "scheduler.vectorised_sampling": False,
+    "scheduler.kv_budget": 4096,
+    "scheduler.overcommit": 2.0,
     "scheduler.max_recoveries": 0,
     "scheduler.mixed": False,
     "scheduler.mixed_token_budget": 2,
@@ -192,6 +194,7 @@ CHANGES = {
     "plugins.require": ["oarlock>=99"],
 }
 BESIDE = {
+    "scheduler.overcommit": {"scheduler": {"kv_budget": 4096}},
     "scheduler.max_recoveries": {"method": {"name": "other"}},
     "state_cache.publish_min_tokens": {"state_cache": {"name": "kept"}},
     "method.pace": {"method": {"name": "other"}},
