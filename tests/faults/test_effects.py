@@ -194,7 +194,10 @@ CHANGES = {
     "plugins.require": ["oarlock>=99"],
 }
 BESIDE = {
-    "scheduler.overcommit": {"scheduler": {"kv_budget": 4096}},
+    "scheduler.overcommit": {
+        "scheduler": {"kv_budget": 320},
+        "layouts": {"full": {"name": "paged", "block_size": 8}},
+    },
     "scheduler.max_recoveries": {"method": {"name": "other"}},
     "state_cache.publish_min_tokens": {"state_cache": {"name": "kept"}},
     "method.pace": {"method": {"name": "other"}},
