@@ -126,6 +126,18 @@ def test_what_never_fits_is_refused_at_submit(subject):
         assert engine.generate(requests()[:1])[0].token_ids == alone[0]
 
 
+def test_credit_lets_more_rows_in(subject):
+    """`overcommit` 1 admits by the last token of each, more by less."""
+    model, layouts, _, largest = subject
+    rows = []
+    for overcommit in (1.0, 9.0):
+        watch = Watch()
+        run(model, layouts, watch, kv_budget=3 * largest, overcommit=overcommit)
+        rows.append((watch.rows, len(watch.preempted)))
+    assert rows[0][1] == 0 < rows[1][1]
+    assert rows[0][0] <= rows[1][0]
+
+
 @pytest.mark.parametrize(("share", "least"), [("1%", 1 << 20), ("100%", 1 << 28)])
 def test_a_share_is_one_of_the_devices_memory(share, least):
     with Engine(models.build("tiny-full"), config={"scheduler": {"kv_budget": share}}) as engine:
