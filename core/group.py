@@ -223,7 +223,8 @@ class ExecutionGroup:
         caches = self._method.caches() if self._method is not None else ()
         if not caches or not self._rows:
             return Holding((), (), ())
-        ahead = max(1, self._method.running_tokens // len(self._rows)) if self._method is not None else 1
+        assert self._method is not None
+        ahead = max(1, (self._method.running_tokens or 0) // len(self._rows))
         return Holding(caches, self._rows, [tokens + ahead for tokens in caches[0].tokens])
 
     def evict(self, row: Row) -> bool:
