@@ -1,4 +1,4 @@
-"""Makes the package `harness` beside this file importable, and one set of instruments for the whole session."""
+"""Makes the package `harness` beside this file importable, and a set of instruments a module: what they patch is everyone's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_harness() -> None:
 load_harness()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tools():
     from harness.instruments import instruments
 
