@@ -87,7 +87,7 @@ class Budget:
             return True
         if sum(self._of(*part) for part in parts) + copied > self.limit:
             return False
-        for holding, tokens in parts:
+        for holding, tokens in reversed(parts):  # where both share a pool, the last to reserve settles its size
             for cache in holding.caches:
                 cache.reserve(tokens)
         return True

@@ -77,10 +77,9 @@ def test_storages_attend_over_the_same_tokens(load, monkeypatch):
     assert mx.allclose(full.step(), separate.step(), atol=1e-5)
 
 
-def test_arrivals_count_from_when_a_request_was_due(load, monkeypatch):
+def test_arrivals_count_from_when_a_request_was_due(load):
     """Time to the first token holds the wait for a step; a stall is the worst gap between a row's tokens."""
     arrivals = load("arrivals")
-    monkeypatch.setattr(arrivals, "EVERY", 0.0)
 
     class Run:
         def __init__(self):
@@ -95,7 +94,7 @@ def test_arrivals_count_from_when_a_request_was_due(load, monkeypatch):
             return events, any(self.left.values())
 
     ticks = iter(float(i) for i in range(100))
-    lives = arrivals.drive(Run(), [[1], [2]], lambda: next(ticks))
+    lives = arrivals.drive(Run(), [[1], [2]], 0.0, lambda: next(ticks))
     assert [life.tokens for life in lives] == [[7, 7], [7, 7]]
     assert all(life.times[0] > life.due and life.stall == life.times[1] - life.times[0] for life in lives)
 
