@@ -21,8 +21,7 @@ from oarlock.core.engine import Engine
 
 KINDS = ("while it is built", "on the device", "as NaN", "on the device, the step after")
 LENGTHS = [12 + row for row in range(15)] + [60]
-BAD = len(LENGTHS) - 1
-TOKENS = 12
+TOKENS = 20
 GIVES_UP = 300  # steps
 
 
@@ -94,7 +93,7 @@ def run(model: Any, prompts: Sequence[Sequence[int]], kinds: Sequence[str] = KIN
     alone = [ours(poisoned, [prompt])[0][0].token_ids for prompt in prompts]
     lines = []
     for kind in kinds:
-        poisoned.kind, poisoned.after = kind, max(map(len, prompts)) + TOKENS // 2
+        poisoned.kind, poisoned.after = kind, max(map(len, prompts)) + 3
         outcomes, stats = ours(poisoned, prompts)
         bad = max(range(len(prompts)), key=lambda row: len(prompts[row]))
         others = [row for row in range(len(prompts)) if row != bad]
