@@ -76,6 +76,7 @@ def subject(request):
     return model, layouts, alone, largest
 
 
+@pytest.mark.fault("L-03", "H-07")
 @pytest.mark.parametrize("settings", [{}, {"pipeline": False}, {"policy": "fifo"}], ids=str)
 def test_no_step_holds_more_than_the_budget(subject, settings):
     """4.5, 4.7: a budget for five of twelve; all finish, in the order in which they came, as they would alone."""
@@ -102,6 +103,7 @@ def test_rows_taken_on_credit_leave_and_come_back(subject):
     assert len(watch.preempted) >= 2
 
 
+@pytest.mark.fault("L-03", twin=True)
 def test_a_budget_that_is_not_kept_is_found(subject, monkeypatch):
     """The twin: without the check before a step more is held."""
     model, layouts, _, largest = subject
