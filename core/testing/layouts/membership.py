@@ -77,7 +77,8 @@ class Membership:
         for slots in ([0], [3], [2, 3], []):
             self._refused(rows, other.caches[0], slots)
         self._refused(rows, object(), [2])
-        strange: list[dict[str, Any]] = [{"kv_heads": 2 * KV_HEADS}, {"value_dim": KEY}, {"dtype": mx.float16}]
+        strange: list[dict[str, Any]] = [{"kv_heads": 2 * KV_HEADS}, {"kv_heads": 1}, {"value_dim": KEY}]
+        strange.append({"dtype": mx.float16})
         if case.kind == "rotating":
             strange += [{"window": case.window + 1}, {"keep": 1}]
         if case.kind == "recurrent":

@@ -128,6 +128,18 @@ class Room:
             rows.require(cache.nbytes == said, f"compact left {cache.nbytes} bytes, projected were {said}")
         rows.step([1, 1])
 
+    @pytest.mark.parametrize("length", [0, 40, 257])
+    def test_a_row_that_comes_back_is_projected(self, case: Case, length: int) -> None:
+        """Restored, it knows its own bytes and what it will take; what is projected is never less than there is."""
+        rows = case.layers(large=True).open()
+        rows.enter(length)
+        back = rows.restored(rows.states(0), list(rows.pieces[0]))
+        said = [cache.projected([400]) for cache in back.caches]
+        self._at_most(back, said)
+        if length:
+            _grow(back, [400])
+            self._at_most(back, said)
+
     def test_a_row_to_come_is_projected(self, case: Case) -> None:
         """Of caches without rows: exactly what `bytes_at` says, more only where a row is stored in two ways on its way."""
         rows = case.layers().open()

@@ -209,6 +209,21 @@ class ReusesTooMuch(FullCache):
         return tokens
 
 
+class TakesAnyGeometry(FullCache):
+    """Does not look at what joins: one head is written to all."""
+
+    def _agree(self, other):
+        pass
+
+
+class AsksTheLayer(FullCache):
+    """Knows what a column takes only where a layer said so."""
+
+    @property
+    def column_bytes(self):
+        return self._column
+
+
 class Cached:
     """Makes layouts whose caches are of one type."""
 
@@ -325,6 +340,13 @@ class RelaysNothing(RotatingCache):
         return self
 
 
+class ReusesTheOverwritten(RotatingCache):
+    """Believes that what was held once is there."""
+
+    def reusable(self, tokens):
+        return min(tokens, *self.tokens)
+
+
 class NoSlack(RotatingCache):
     """Has a window's columns and no more, whatever may be rolled back."""
 
@@ -421,11 +443,14 @@ PLANTED = [
     (Cached(CountsTheOthers), "test_rows_join"),
     (Cached(FiltersBelowZero), "test_rows_leave_before"),
     (Cached(JoinsAnywhere), "test_a_join_that_cannot_be"),
+    (Cached(TakesAnyGeometry), "test_a_join_that_cannot_be"),
     (Cached(OnePosition), "test_positions_are"),
     (Cached(GivesNothingBack), "test_what_is_not_needed"),
     (Cached(CopiesItAll), "test_no_change_copies"),
     (Cached(TakesCopies), "test_all_rows_taken"),
     (Cached(ReusesTooMuch), "test_what_can_be_reused"),
+    (Ringed(ReusesTheOverwritten), "test_what_can_be_reused"),
+    (Cached(AsksTheLayer), "test_a_row_that_comes_back"),
     (Cached(ProjectsWhatIsNeeded), "test_growth_was"),
     (Cached(ProjectsToday), "test_growth_was"),
     (Ringed(ProjectsNoSlack), "test_growth_was"),
