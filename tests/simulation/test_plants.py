@@ -97,7 +97,7 @@ def rows_settle_twice(patch):
 
 def cancels_are_ignored_while_preparing(patch):
     """2.5 (b), trap 40."""
-    patch.setattr(PrefillCohort, "_drop", lambda self, over, reason: None)
+    patch.setattr(PrefillCohort, "_drop_cancelled", lambda self: None)
 
 
 def the_lock_is_released_between_steps(patch):
