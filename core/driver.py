@@ -224,7 +224,9 @@ class Driver(Mailbox):
     def _surrender(self) -> list[list[Row]]:
         """Give up all state: what the device was given and has not answered is lost."""
         preparation, self._preparation = self._preparation, None
-        return [self.group.surrender(), preparation.surrender() if preparation is not None else []]
+        running = self.group.surrender()
+        preparing = preparation.surrender() if preparation is not None else []
+        return [running, [row for row in preparing if row not in running]]  # a row that just joined is in both
 
     def conclude(self, row: Row) -> None:
         """Settle a row that is over and give its lease back."""

@@ -40,7 +40,7 @@ class PrefillCohort:
         self._settings = group.config.scheduler
         self._preparing: list[Preparing] = []
         self._caches: list[BatchCache] = []
-        self.published = False  # the last advance delivered a token
+        self.published = self.eager = False  # the last advance delivered a token; first tokens are read at once
         self.accepts = True  # rows may be added; False for prepared inputs, whose forward is their own
 
     @property
@@ -111,9 +111,11 @@ class PrefillCohort:
         self._keep([each for each in self._preparing if each.row is not row])
 
     def surrender(self) -> list[Row]:
-        """Drop all state and return the rows that had not joined: what they hold cannot be trusted any more."""
+        """Drop all state, settle the rows that are over, and return the others: what they hold cannot be trusted."""
         rows, self._preparing, self._caches = self.rows, [], []
-        return list(rows)
+        for row in [row for row in rows if row.over]:
+            self._conclude(row)
+        return [row for row in rows if not row.over]
 
     def fail(self, error: BaseException) -> None:
         """Reject every row of the cohort and drop its state."""
@@ -152,8 +154,7 @@ class PrefillCohort:
 
     def _forwarded(self, logits: mx.array, *, mixed: bool = False) -> bool:
         """Go on from a forward's logits [rows, width, V]; True where the advance ends with it."""
-        rows, width, _ = logits.shape
-        reached = ending(self._preparing, width)
+        (rows, width, _), reached = logits.shape, ending(self._preparing, logits.shape[1])
         finals = [each for each, chunk in reached if chunk.final]
         zeros, times, pace = [each.row for each in finals], self._group.log.times, self._group.pace
         done = Forwarded(tuple(row.id for row in self.rows), width, prefill=True, mixed=mixed)
@@ -229,7 +230,7 @@ class PrefillCohort:
     def _defers(self, rows: Sequence[Row]) -> bool:
         """Return whether the first token stays unread until the next decode step."""
         settings, row = self._settings, rows[0]
-        if settings.early_first_token or self._group.emitter.observers.attribution or self._group.rows:
+        if settings.early_first_token or self.eager or self._group.emitter.observers.attribution or self._group.rows:
             return False
         return len(rows) == 1 and not row.over and settings.pipeline and row.request.constraint is None
 
@@ -281,10 +282,9 @@ class PrefillCohort:
 
     def _reject(self, guilty: dict[int, Exception]) -> None:
         gone = [self._preparing[place] for place in guilty]
-        for place, error in guilty.items():
-            row = self._preparing[place].row
-            row.error = error
-            self._conclude(row)
+        for each, error in zip(gone, guilty.values(), strict=True):
+            each.row.error = error
+            self._conclude(each.row)
         self._keep([each for each in self._preparing if each not in gone])
 
     def _keep(self, survivors: Sequence[Preparing]) -> None:

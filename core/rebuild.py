@@ -56,7 +56,7 @@ class Rebuild:
         except CompositionError as error:
             whose.fail(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-            self.run(surrender(), error)
+            self.run(surrender(), error.with_traceback(None))  # rows keep the errors, and these would keep the caches
 
     def run(self, suspects: Sequence[Sequence[Row]], error: Exception) -> None:
         """Build ``suspects`` again, set by set, and let those that can go on run together."""
@@ -95,6 +95,7 @@ class Rebuild:
         self._set_apart()
         self.group.recovery.retries += 1
         cohort = PrefillCohort(self.group, self.store, self.conclude)
+        cohort.eager = True  # what the step behind a first token does must not cost that token
         try:
             for row in rows:
                 if not cohort.takes(row):

@@ -4,6 +4,7 @@ import pytest
 
 from oarlock.core import Request, SamplingParams
 from oarlock.core.errors import CompositionError, RecoveriesExhausted
+from oarlock.core.prefill import PrefillCohort
 from oarlock.core.rebuild import Rebuild
 from oarlock.methods.plain import PlainDecoding
 
@@ -151,3 +152,63 @@ def test_a_cancelled_row_is_not_computed_again(engines, successor, ask, counted)
     successor.fail_late = (successor.calls + 1,)
     assert second.result().token_ids == counted(40, 30)
     assert str(first.result().finish_reason) == "cancelled"
+
+
+def test_a_first_token_is_read_before_the_step_behind_it_can_fail(engines, successor, ask):
+    """A lone row whose first token waits for the next step: that step is guilty, the token is not."""
+    got = []
+    engine = engines(successor, early_first_token=False)
+    successor.singular = (42,)
+    handle = engine.submit(ask(41, 8, on_token=_collector(got, 0)))
+    with pytest.raises(RuntimeError, match="the device failed"):
+        handle.result()
+    assert got == [(0, 42)]
+
+
+def test_the_errors_of_rows_keep_no_frames(engines, successor, ask):
+    """Who keeps an outcome would keep what ran when the device failed first, and with it the caches of a batch."""
+    engine = engines(successor)
+    handles = [engine.submit(ask(start, 8)) for start in (0, 37, 60)]
+    successor.singular = (42,)
+    while engine.step():
+        pass
+    first = handles[1].outcome.__context__
+    assert "the device failed" in str(first)
+    assert first.__traceback__ is None
+
+
+def test_a_row_that_is_over_is_not_built_again(engines, successor, ask, counted, monkeypatch):
+    """The device fails while a rejected row is dropped from its cohort: that row has its error already."""
+    engine = engines(successor)
+    successor.failing = (42,)
+    keep, failed = PrefillCohort._keep, []
+
+    def failing(self, survivors):
+        if len(survivors) < len(self.rows) and not failed:
+            failed.append(True)
+            raise OSError("rows cannot be moved")
+        keep(self, survivors)
+
+    monkeypatch.setattr(PrefillCohort, "_keep", failing)
+    handles = [engine.submit(ask(start, 4)) for start in (42, 10)]
+    assert handles[1].result().token_ids == counted(10, 4)
+    assert handles[0]._row.error is handles[0].outcome
+    assert engine.stats()["retries"] == 4  # in place, each alone, and one to build the other again
+
+
+def test_a_row_that_just_joined_is_built_again_once(engines, successor, ask, counted, monkeypatch):
+    """It runs already and is still in its cohort."""
+    engine = engines(successor)
+    keep, failed = PrefillCohort._keep, []
+
+    def failing(self, survivors):
+        if self._group.rows and not failed:
+            failed.append(True)
+            raise OSError("rows cannot be moved")
+        keep(self, survivors)
+
+    monkeypatch.setattr(PrefillCohort, "_keep", failing)
+    handles = [engine.submit(ask(start, 4)) for start in (0, 10)]
+    assert [handle.result().token_ids for handle in handles] == [counted(0, 4), counted(10, 4)]
+    assert engine.stats()["retries"] == 1
+    assert failed
