@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from harness.plan import Planned, Transient
 from harness.schedule import run
 
+from oarlock.core import driver
 from oarlock.core.admission import AdmissionQueue
+from oarlock.core.budget import Budget
 from oarlock.core.driver import Driver
 from oarlock.core.emission import Emitter
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.mixed import Work
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.publication import state_key
+from oarlock.core.rebuild import Rebuild
 from oarlock.core.recovery import Recovery
+from oarlock.core.relief import Relief
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
 from oarlock.core.scheduler import Scheduler
@@ -209,6 +214,99 @@ def failed_mixed_forwards_leave_the_chunk(patch):
     patch.setattr(Work, "along", forgetful)
 
 
+def preempted_rows_lose_a_token(patch):
+    """DESIGN 7.5: they are computed again from everything that was delivered."""
+    put_back = Driver._put_back
+
+    def forgetful(self, row):
+        if row.token_ids:
+            row.token_ids.pop()
+            row.generated -= 1
+        put_back(self, row)
+
+    patch.setattr(Driver, "_put_back", forgetful)
+
+
+def preempted_rows_are_forgotten(patch):
+    """DESIGN 7.5: they come back."""
+    patch.setattr(Driver, "_put_back", lambda self, row: self._store.release(row, False))
+
+
+def the_budget_is_not_kept(patch):
+    """4.7: before each step."""
+    patch.setattr(Budget, "relieves", lambda *_: True)
+
+
+def everybody_is_afforded(patch):
+    """4.5: and the joiner beside those that run."""
+    patch.setattr(Budget, "admits", lambda *_: True)
+    patch.setattr(Relief, "relieve", lambda self, preparation: preparation)
+
+
+def rebuilt_rows_draw_with_another_position(patch):
+    """DESIGN 7.4: draws go on as they would have."""
+    restart = Row.restart
+
+    def restarting(self):
+        restart(self)
+        self.sampled += self.generated > 0
+
+    patch.setattr(Row, "restart", restarting)
+
+
+def a_rebuild_emits_the_last_token_again(patch):
+    """DESIGN 7.4: nothing is emitted twice."""
+    patch.setattr(Row, "known_ids", property(lambda self: (*self.prompt_ids, *self.token_ids[:-1])))
+
+
+def the_guilty_row_is_acquitted(patch):
+    """DESIGN 7.4: it fails with its own error."""
+    prove = Rebuild._prove
+
+    def lenient(self, rows):
+        if len(rows) > 1:
+            return prove(self, rows)
+        self._set_apart()
+        return True
+
+    patch.setattr(Rebuild, "_prove", lenient)
+
+
+def only_halves_are_tried(patch):
+    """DESIGN 7.4: halving goes down to single rows."""
+
+    def prove(self, rows):
+        again = self._try(rows)
+        if again is not None:
+            self._reject([row for row in rows if not row.over], again)
+        return again is None
+
+    patch.setattr(Rebuild, "_prove", prove)
+
+
+def what_the_device_says_is_not_heard(patch):
+    """DESIGN 7.4: what was dispatched and not read is not believed."""
+    emit = PlainDecoding._emit
+
+    def deaf(self, register, *, fed):
+        try:
+            emit(self, register, fed=fed)
+        except (Planned, Transient):
+            emit(self, register, fed=fed)
+
+    patch.setattr(PlainDecoding, "_emit", deaf)
+
+
+def the_first_error_ends_the_cleaning(patch):
+    """DESIGN 7.8: all clean-up is attempted."""
+
+    def attempt(attempts):
+        for each in attempts:
+            each()
+
+    patch.setattr(driver, "attempt_all", attempt)
+
+
 PLANTS = [
     adopts_before_the_flush,
     register_is_not_filtered_with_the_rows,
@@ -231,6 +329,16 @@ PLANTS = [
     steps_are_not_tried_again,
     chunks_that_were_taken_along_are_done_again,
     failed_mixed_forwards_leave_the_chunk,
+    preempted_rows_lose_a_token,
+    preempted_rows_are_forgotten,
+    the_budget_is_not_kept,
+    everybody_is_afforded,
+    rebuilt_rows_draw_with_another_position,
+    a_rebuild_emits_the_last_token_again,
+    the_guilty_row_is_acquitted,
+    only_halves_are_tried,
+    what_the_device_says_is_not_heard,
+    the_first_error_ends_the_cleaning,
 ]
 
 

@@ -11,7 +11,7 @@ from harness.model import value
 from harness.plan import REFUSED, SHIFTS, Fate, Plan, Planned, fate
 from harness.world import Violation, World
 from oarlock.core import FinishReason, Result
-from oarlock.core.errors import EngineClosed, NonFiniteLogits
+from oarlock.core.errors import EngineClosed, NonFiniteLogits, RecoveriesExhausted
 
 
 def after_step(world: World) -> None:
@@ -20,6 +20,8 @@ def after_step(world: World) -> None:
         raise AssertionError(world.violations[0])
     driver = world.driver
     world.require(not world.tools.warnings["state_dropped"], "a state does not cover the tokens that are accounted")
+    held = world.held_bytes()
+    world.require(world.budget is None or held <= world.budget, f"{held} bytes are held of {world.budget}")
     world.require(world.lock.held or not (driver.active or driver.preparing), "rows are kept without the lock")
     for done in driver.group.log.forwards:
         late = world.barred & set(done.ids)
@@ -40,7 +42,7 @@ def published(world: World, kept, key, tokens: tuple[int, ...], states) -> None:
 
 def _check_entry(world: World, row, key, tokens: tuple[int, ...], states) -> None:
     """Check whose it is, under which key, and every number in it."""
-    plan = world.plans[int(row.id[1:])]
+    plan = world.of(row.id)
     require(row.error is None and row.reason is not FinishReason.CANCELLED, f"{row.id} failed and was stored")
     require(plan.reuse, f"{row.id} must not be stored")
     require(key["namespace"] == plan.namespace, f"{row.id} was stored under namespace {key['namespace']!r}")
@@ -72,7 +74,7 @@ def at_end(world: World) -> None:
     """Check every request's outcome and that nothing is left."""
     if world.violations:
         raise AssertionError(world.violations[0])
-    for plan in world.plans:
+    for plan in world.plans.values():
         if plan.index in world.handles:
             _check_request(world, plan)
     for raises, wait in world.tasks:
@@ -89,8 +91,10 @@ def at_end(world: World) -> None:
     counts = {name: stats[name] for name in ("active_rows", "pending_rows", "preparing_rows", "kv_bytes")}
     world.require(not any(counts.values()), f"something is left: {counts}")
     each = 2 * math.ceil(math.log2(world.setting.scheduler["max_batch"])) + 1
-    allowed = world.faults.transients + len(world.faults.guilty) * each
+    allowed = world.faults.transients + 2 * world.tools.rebuilds + len(world.faults.guilty) * each
     world.require(stats["retries"] <= allowed, f"{stats['retries']} retries, at most {allowed}")
+    raised, rebuilds = world.tools.raised, world.tools.rebuilds
+    world.require(raised == rebuilds, f"{rebuilds} rebuilds after {raised} errors of the device")
     world.require(not world.lock.held, "the lock is still held")
     world.require(world.model.shift == 0, "an adapter is still entered")
     world.require(not world.store.leases, f"leases are left: {world.store.leases}")
@@ -118,11 +122,13 @@ def _check_request(world: World, plan: Plan) -> None:
     require((finished, failed) == ((1, 0) if isinstance(outcome, Result) else (0, 1)), f"{plan.id} settled twice")
     require(world.ended[plan.index] == 1, f"{plan.id} ended {world.ended[plan.index]} times")
     admitted, released = world.store.admitted[plan.id], world.store.released[plan.id]
-    require(admitted <= 1, f"{plan.id} was admitted {admitted} times")
-    require(released == 1 or (not admitted and released <= 1), f"{plan.id} gave its lease back {released} times")
+    left = world.settled["preempted", plan.id]
+    require(left <= admitted <= left + 1, f"{plan.id} was admitted {admitted} times and left {left} times")
+    once = released == left + 1 or (not admitted and not released)
+    require(once, f"{plan.id} gave its lease back {released} times and left {left} times")
     row, got = world.row(plan), tuple(world.delivered[plan.index])
     require(row.sampled <= row.max_tokens, f"{plan.id} was sampled {row.sampled} times")
-    wanted = any(other.reuse and other.prompt == plan.prompt for other in world.plans)
+    wanted = any(other.reuse and other.prompt == plan.prompt for other in world.plans.values())
     require(wanted or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
     require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
     if isinstance(outcome, Result):
@@ -149,8 +155,17 @@ def _check_stored(world: World, plan: Plan, row) -> None:
 
 def _natural(world: World, plan: Plan, told: Fate, got: tuple[int, ...], outcome) -> bool:
     """Say whether a request ended as it does alone."""
+    again = world.settled["preempted", plan.id] > 0
     if isinstance(outcome, Planned) and outcome.kind == "join":
-        return outcome.index == plan.index and plan.index in world.faults.join_failed and len(got) <= 1
+        return outcome.index == plan.index and plan.index in world.faults.join_failed and (len(got) <= 1 or again)
+    if isinstance(outcome, RecoveriesExhausted):
+        limit = world.setting.scheduler["max_recoveries"]
+        return outcome.limit == limit < world.tools.rebuilds
+    if isinstance(outcome, Planned) and outcome.kind == "device":
+        # Its first token is read with the step behind it where nothing else is: that step's failure costs it.
+        scheduler = world.setting.scheduler
+        deferred = scheduler["pipeline"] and not scheduler["early_first_token"]
+        return outcome.index == plan.index and told.end == "device" and len(told.tokens) - len(got) <= deferred
     if got != told.tokens:
         return False
     if isinstance(outcome, Result):

@@ -22,15 +22,18 @@ class Faults:
         self.world = world
         self.forwards = 0
         self.transients = 0
-        self.guilty: set[int] = set()
-        """Plans whose poison was met."""
+        self.lost = 0
+        """Transient errors of evaluation."""
+        self.guilty: set[tuple[int, int]] = set()
+        """Plans whose poison was met, with the number of the rebuild, and those over which the device failed."""
         self.join_failed: set[int] = set()
         self._joins: Counter[int] = Counter()
         self._half = self._raised = False
         self._quiet = 0
         self._transients = list(world.setting.transients)
-        self._suspects = {plan.prompt[0]: plan for plan in world.plans if plan.fault in BY_POSITION}
-        self._by_seed = {plan.seed: plan for plan in world.plans}
+        self._losses = list(world.setting.losses)
+        self._suspects = {plan.prompt[0]: plan for plan in world.plans.values() if plan.fault in BY_POSITION}
+        self._by_seed = {plan.seed: plan for plan in world.plans.values()}
 
     def install(self) -> None:
         """Give the model and the layout their hooks."""
@@ -38,7 +41,10 @@ class Faults:
         model.before, model.between = self._before, self._between
         if any(plan.fault == "nan" for plan in self._suspects.values()):
             model.spoiled = self._spoiled
+        if self._losses or any(plan.fault == "device" for plan in self._suspects.values()):
+            model.lost = self._lost
         self.world.tools.on_join = self._joining
+        self.world.tools.on_wait = lambda: self.world.count("waits for bytes")
 
     def check_sampler(self, params) -> None:
         """Raise where a row is to be failed by its sampler now."""
@@ -58,7 +64,7 @@ class Faults:
         guilty = [plan for plan in self._guilty(cache, ids, "poison") if plan is not None]
         if guilty:
             self.world.count("poisoned row")
-            self.guilty.add(guilty[0].index)
+            self.guilty.add((guilty[0].index, self.world.tools.rebuilds))
             self._quiet = self.forwards + QUIET
             raise Planned("poison", guilty[0].index)
         due = self._transients and self.forwards >= self._transients[0][0]
@@ -75,12 +81,29 @@ class Faults:
             self._half = False
             raise Transient
 
+    def _lost(self, cache, ids) -> bool:
+        """Whether this forward fails when it is evaluated. Not by itself in a rebuild: who fails again there is guilty."""
+        guilty = [plan for plan in self._guilty(cache, ids, "device") if plan is not None]
+        due = self._losses and self.forwards >= self._losses[0] and not self.world.tools.rebuilding
+        if guilty:
+            self.world.count("device fails over a row")
+            self.guilty.add((guilty[0].index, 0))
+        elif due:
+            self._losses.pop(0)
+            self.lost += 1
+            self.world.count("device fails")
+        else:
+            return False
+        error = Planned("device", guilty[0].index) if guilty else Transient()
+        self.world.tools.fail_device(error, late=False)
+        return True
+
     def _check_company(self) -> None:
         """A forward runs under the lock, with its rows' adapter entered, and for rows of one key."""
         world = self.world
         world.require(world.lock.held, "a forward ran without the lock")
         preparing = set(world.driver.preparing_ids)
-        rows = [*world.driver.group.rows, *(world.row(p) for p in world.plans if p.id in preparing)]
+        rows = [*world.driver.group.rows, *(world.row(p) for p in world.plans.values() if p.id in preparing)]
         world.require(len({row.key for row in rows}) <= 1, "rows of two keys share a group")
         world.require(len(rows) <= world.setting.scheduler["max_batch"], "more rows than max_batch")
         entered = all(SHIFTS[row.key.adapter] == world.model.shift for row in rows)
@@ -108,7 +131,7 @@ class Faults:
     def _joining(self, cache, other) -> None:
         """Fail a merge on the last layer, so that the others must be undone."""
         world = self.world
-        if not world.preparing_now or other.keys is None or other.rows != 1:
+        if not world.preparing_now or world.tools.rebuilding or other.keys is None or other.rows != 1:
             return
         plan = world.plans[int(other.keys[0, 0, 0, 0].item())]
         if plan.fault == "join":

@@ -50,8 +50,9 @@ class StubModel(nn.Module):
     """Attention without weights over the cache that it is given, one or more layers deep.
 
     ``before`` and ``between`` are called while a forward is built: before anything, and between the first layer's
-    append and what follows. They may raise. ``spoiled`` answers per line of the ids whether its values are to be NaN.
-    All three get the caches and the ids; none is called by the serial caches of bind.
+    append and what follows. They may raise. ``spoiled`` answers per line of the ids whether its values are to be NaN,
+    ``lost`` whether the device fails: the forward's values and scores are zeros then, and what is read next raises.
+    All four get the caches and the ids; none is called by the serial caches of bind.
     """
 
     def __init__(self, layers: int = 1) -> None:
@@ -61,6 +62,7 @@ class StubModel(nn.Module):
         self.before: Callable[[Sequence, mx.array], None] | None = None
         self.between: Callable[[Sequence, mx.array], None] | None = None
         self.spoiled: Callable[[Sequence, mx.array], list[bool] | None] | None = None
+        self.lost: Callable[[Sequence, mx.array], bool] | None = None
         self._weights = mx.array([weight(position) for position in range(POSITIONS)], dtype=mx.int32)
         self._tokens = mx.arange(VOCABULARY)
         mx.eval(self._weights, self._tokens)
@@ -73,23 +75,26 @@ class StubModel(nn.Module):
         if watched and self.before is not None:
             self.before(cache, ids)
         spoiled = self.spoiled(cache, ids) if watched and self.spoiled is not None else None
+        lost = watched and self.lost is not None and self.lost(cache, ids)
         width = ids.shape[1]
         mask = cache[0].make_mask(width, return_array=False, window_size=None)
         total = None
         for number, layer in enumerate(cache, 1):
-            read = self._attend(layer, ids, mask, spoiled) * number  # (B, W, 1)
+            read = self._attend(layer, ids, mask, spoiled, lost) * number  # (B, W, 1)
             total = read if total is None else total + read
             if number == 1 and watched and self.between is not None:
                 self.between(cache, ids)
-        return -mx.abs(self._tokens - mx.remainder(total, VOCABULARY))  # (B, W, V), 0 at the next token
+        scores = -mx.abs(self._tokens - mx.remainder(total, VOCABULARY))  # (B, W, V), 0 at the next token
+        return mx.zeros_like(scores) if lost else scores
 
-    def _attend(self, cache, ids: mx.array, mask, spoiled: list[bool] | None) -> mx.array:
+    def _attend(self, cache, ids: mx.array, mask, spoiled: list[bool] | None, lost: bool) -> mx.array:
         width, start = ids.shape[1], cache.offset
         positions = mx.arange(width) + (start if isinstance(start, int) else start[:, None])  # (W,) or (B, W)
         values = (ids.astype(mx.int32) + 1 + self.shift) * self._weights[positions] % PRIME
         values = values.astype(mx.float32)[:, None, :, None]  # (B, 1, W, 1)
         if spoiled is not None:
             values = mx.where(mx.array(spoiled)[:, None, None, None], mx.nan, values)
+        values = mx.zeros_like(values) if lost else values
         queries = ids.astype(mx.float32)[:, None, :, None]  # only their number counts
         keys, values = cache.update_and_fetch(queries, values)
         return scaled_dot_product_attention(queries, keys, values, cache, scale=1.0, mask=mask)[:, 0]  # (B, W, 1)

@@ -15,7 +15,7 @@ SHIFTS = {"": 0, "red": 3, "blue": 5}
 REFUSED = ("namespace", "admitted", "admit")
 """Faults that end a request before its first forward."""
 
-BY_POSITION = ("poison", "nan")
+BY_POSITION = ("poison", "nan", "device")
 """Faults of a forward: they need rows that are told apart by their first token."""
 
 
@@ -28,7 +28,14 @@ class Planned(Exception):
 
 
 class Transient(Exception):
-    """An error of one forward that does not come back: no request may ever end with it."""
+    """An error of one forward, built or evaluated, that does not come back: no request may ever end with it."""
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """Return the errors that one is a group of, or itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [each for inner in error.exceptions for each in causes(inner)]
+    return [error]
 
 
 @attrs.define(kw_only=True)
@@ -36,8 +43,8 @@ class Plan:
     """One request and its one fault.
 
     ``at`` is a token index for "callback" and "false" (raise, or return False, at that delivery), a sample for
-    "sampler", a position for "poison" (a forward over it raises) and "nan" (its values are NaN). "join": merging
-    the row into running ones raises.
+    "sampler", a position for "poison" (a forward over it raises), "nan" (its values are NaN) and "device" (a forward
+    over it fails when it is evaluated). "join": merging the row into running ones raises.
     """
 
     index: int

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 from harness.model import VOCABULARY
-from harness.plan import SHIFTS, Planned
+from harness.plan import SHIFTS
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import RowState
 from oarlock.methods.plain import PlainDecoding, PlainOptions
@@ -133,17 +133,16 @@ class Adapter:
     """Moves the model's numbers while it is entered."""
 
     name: str
-    fails: bool = False
+    left: Callable[[], None] = lambda: None
 
     def enter(self, model) -> Callable[[], None]:
-        if self.fails:
-            raise Planned("adapter", -1)
         assert model.shift == 0, "another adapter is still entered"
         model.shift = SHIFTS[self.name]
 
         def leave() -> None:
             assert model.shift == SHIFTS[self.name], "this adapter was left already"
             model.shift = 0
+            self.left()
 
         return leave
 
@@ -200,6 +199,10 @@ class Plugin:
     @hookimpl
     def request_admitted(self, request):
         self.seen("admitted", request)
+
+    @hookimpl
+    def request_preempted(self, request):
+        self.seen("preempted", request)
 
     @hookimpl
     def request_finished(self, request):

@@ -8,12 +8,12 @@ from collections import Counter
 import attrs
 
 from harness import checks
-from harness.instruments import Instruments
+from harness.instruments import COLUMN_STEP, Instruments
 from harness.model import VOCABULARY
 from harness.plan import BY_POSITION, REFUSED, Plan, fate
 from harness.world import Setting, World
 
-FAULTS = ("callback", "callback", "false", "false", "sampler", "sampler", "poison", "poison", "nan", "nan", "join",
+FAULTS = ("callback", "callback", "false", "false", "sampler", "sampler", "poison", "poison", "nan", "nan", "device", "device", "join",
           "end", "end", *REFUSED)  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class Report:
 
 def setting(rng: random.Random) -> Setting:
     """Draw the engine of a schedule."""
-    scheduler = {
+    scheduler: dict = {
         "max_batch": rng.choice((1, 2, 3, 4, 4, 5, 5, 5)),
         "max_queued": rng.choice((2, 64, 64, 64)),
         "policy": rng.choice(("decode_first", "fifo", "prefill_first", "fair_share")),
@@ -52,9 +52,29 @@ def setting(rng: random.Random) -> Setting:
         publish_min_tokens=rng.choice((1, 4, 16, 64)),
         layers=rng.choice((1, 1, 2)),
         room=rng.choice((1, 2, 3, *[99] * 15)),
-        broken_store=random.Random(rng.random()) if rng.random() < 0.25 else None,
+        broken_store=rng.getrandbits(30) if rng.random() < 0.25 else None,
         transients=tuple((number, rng.random() < 0.5) for number in numbers),
     )
+
+
+def troubled(rng: random.Random, setting: Setting, plans: list[Plan]) -> Setting:
+    """Add what concerns memory, the device and the end; a budget may be too small for half of the requests."""
+    scheduler = {"max_recoveries": rng.choice((8, 8, 8, 8, 8, 8, 8, 0, 1, 2))}
+    if rng.random() < 0.5:
+        sizes = sorted(column_bytes(setting.layers, len(plan.prompt) + plan.max_tokens) for plan in plans)
+        size = sizes[-1] if rng.random() < 0.8 else sizes[len(sizes) // 2]
+        scheduler |= {
+            "kv_budget": int(size * rng.choice((1, 1.3, 2, 3))),
+            "overcommit": rng.choice((1.0, 1.5, 3.0, 5.0)),
+        }
+    losses = rng.sample(range(1, 80), rng.choice((0, 0, 0, 0, 1, 1, 2, 4)))
+    ends = frozenset(what for what in ("lock", "method", "adapter") if rng.random() < 0.3)
+    return attrs.evolve(setting, scheduler=setting.scheduler | scheduler, losses=tuple(sorted(losses)), ends=ends)
+
+
+def column_bytes(layers: int, tokens: int) -> int:
+    """Return what a row of the stub's takes: a float32 for a key and one for a value, in whole steps of columns."""
+    return 8 * layers * -(-tokens // COLUMN_STEP) * COLUMN_STEP
 
 
 def mixed(setting: Setting, number: int) -> Setting:
@@ -117,9 +137,11 @@ def _add_family(rng: random.Random, plan: Plan, others: list[Plan], layers: int)
 
 def act(rng: random.Random, world: World) -> None:
     """Do one thing to the engine, or nothing."""
-    known = [plan for plan in world.plans if plan.index in world.handles]
+    known = [plan for plan in world.plans.values() if plan.index in world.handles]
     things = ("submit", "cancel", "hold", "release", "task", "cancel task", "close", "")
     thing = rng.choices(things, (50, 5, 1.5, 40 if world.driver.held else 1, 6, 1.5, 0.3, 15))[0]
+    if thing in world.without:
+        return
     if thing == "submit" and world.waiting:
         world.submit()
     elif thing == "cancel" and known and world.cancels:
@@ -138,31 +160,56 @@ def act(rng: random.Random, world: World) -> None:
         world.close()
 
 
+@attrs.frozen(kw_only=True)
+class Script:
+    """A whole schedule: the engine, its requests, and the seed of what is done to it. ``without`` is never done."""
+
+    setting: Setting
+    plans: tuple[Plan, ...]
+    seed: int = 0
+    cancels: int = 0
+    without: frozenset[str] = frozenset()
+
+
+def script(number: int) -> Script:
+    """Make a schedule from its number."""
+    rng = random.Random(number)
+    chosen = mixed(setting(rng), number)
+    drawn = plans(rng, chosen.layers)
+    chosen = troubled(rng, chosen, drawn)
+    seed, cancels = rng.getrandbits(30), rng.choice((0, 1, 2, 3, 6))
+    return Script(setting=chosen, plans=tuple(drawn), seed=seed, cancels=cancels)
+
+
 def run(number: int, tools: Instruments) -> Report:
     """Make and run one schedule; raise `AssertionError` with its number where an invariant does not hold."""
-    rng = random.Random(number)
-    tools.warnings.clear()
-    world = None
     try:
-        chosen = mixed(setting(rng), number)
-        world = World(chosen, plans(rng, chosen.layers), tools, checks.published)
-        world.consumer_acts = lambda _: act(rng, world)
-        world.cancels = rng.choice((0, 1, 2, 3, 6))
+        return play(script(number), tools)
+    except Exception as error:
+        msg = f"schedule {number}: {type(error).__name__}: {error}"
+        raise AssertionError(msg) from error
+
+
+def play(script: Script, tools: Instruments) -> Report:
+    """Run a schedule; whatever it raises breaks an invariant."""
+    rng = random.Random(script.seed)
+    tools.restart()
+    world = World(script.setting, list(script.plans), tools, checks.published)
+    world.consumer_acts = lambda _: act(rng, world)
+    world.cancels, world.without = script.cancels, script.without
+    try:
         _drive(rng, world)
         checks.at_end(world)
         checks.nothing_lives(world)
         _one_more(world)
-    except Exception as error:
-        msg = f"schedule {number}: {type(error).__name__}: {error}"
-        raise AssertionError(msg) from error
     finally:
-        tools.on_join = None
+        tools.restart()
     shared = world.engine.stats()["mixed_forwards"]
     return Report(len(world.delivered), world.occupancy, world.table, world.steps, shared)
 
 
 def _drive(rng: random.Random, world: World) -> None:
-    limit = 200 + 4 * sum(len(plan.prompt) + plan.max_tokens for plan in world.plans)
+    limit = 200 + 4 * sum(len(plan.prompt) + plan.max_tokens for plan in world.plans.values())
     hurry = rng.choice(((0, 1), (0, 1, 3), (0, 0, 0, 0, 12), (4, 0, 1)))
     for _ in range(rng.choice((0, 3, 12))):
         act(rng, world)
@@ -188,13 +235,15 @@ def _one_more(world: World) -> None:
     """The engine is as good as new: one more request, unless it is closed."""
     if world.closed:
         return
-    plan = Plan(index=len(world.plans), prompt=(60, 7, 7), max_tokens=3)
-    world.plans.append(plan)
+    plan = Plan(index=max(world.plans) + 1, prompt=(60, 7, 7), max_tokens=3)
+    world.tools.pending = None  # what nobody reads any more
+    world.plans[plan.index] = plan
     world.waiting.append(plan)
     world.submit()
     while world.step():
         checks.after_step(world)
     world.step()
     checks.at_end(world)
-    world.engine.close()
+    world.close()
     checks.nothing_lives(world)
+    world.require(not world.lock.held and not world.method.open_now, "something was not closed")

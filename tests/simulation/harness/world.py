@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from typing import Any
 
@@ -11,11 +12,11 @@ import attrs
 from harness.faults import Faults
 from harness.instruments import Instruments, Lock
 from harness.model import StubModel
-from harness.plan import SHIFTS, Plan, Planned
+from harness.plan import SHIFTS, Plan, Planned, causes
 from harness.plugins import Adapter, OtherMethod, Plugin, Store, StubSampler
 from oarlock.core import Request, SamplingParams
 from oarlock.core.engine import Engine
-from oarlock.core.errors import EngineClosed, QueueFull
+from oarlock.core.errors import EngineClosed, NeverFits, QueueFull
 
 
 class Violation(AssertionError):
@@ -30,7 +31,12 @@ class Setting:
     publish_min_tokens: int = 64
     layers: int = 1
     room: int = 99
-    broken_store: Any = None
+    broken_store: int | None = None
+    """A seed: one in ten of the store's answers is an error."""
+    ends: frozenset[str] = frozenset()
+    """What raises while the engine is closed: "lock", "method", "adapter"."""
+    losses: tuple[int, ...] = ()
+    """Forward numbers: the next one from each on fails when it is evaluated, once."""
     transients: tuple[tuple[int, bool], ...] = ()
     """(forward number, whether half way): the next forward from that number on raises once."""
 
@@ -39,7 +45,8 @@ class World:
     """Builds the engine, does things to it, lets it do things to its consumers, and counts (event, phase)."""
 
     def __init__(self, setting: Setting, plans: list[Plan], tools: Instruments, published) -> None:
-        self.setting, self.plans, self.tools = setting, plans, tools
+        self.setting, self.tools = setting, tools
+        self.plans = {plan.index: plan for plan in plans}
         self.table: Counter[tuple[str, str]] = Counter()
         self.steps: Counter[tuple[str, str]] = Counter()
         self.violations: list[str] = []
@@ -59,13 +66,21 @@ class World:
         self.occupancy: Counter[int] = Counter()
         self.prepares = 0
         self.closed = False
+        self.ended_badly: set[str] = set()
         self.stepping = self.preparing_now = False
+        self.closing = ""
+        """The phase in which the engine was closed."""
+        self.end_errors: list[Planned] = []
+        """What the ends raised meanwhile."""
         self.consumer_acts = lambda plan: None
         self.cancels = 0
+        self.without: frozenset[str] = frozenset()
         self.model = StubModel(setting.layers)
-        self.store = Store(lambda *entry: published(self, *entry), room=setting.room, broken=setting.broken_store)
+        broken = random.Random(setting.broken_store) if setting.broken_store is not None else None
+        self.store = Store(lambda *entry: published(self, *entry), room=setting.room, broken=broken)
         self.method = OtherMethod()
         self.lock = Lock(self._lock_released)
+        self.budget = setting.scheduler.get("kv_budget")
         self.faults = Faults(self)
         self._start()
 
@@ -74,7 +89,7 @@ class World:
             sampler=StubSampler(self.faults.check_sampler),
             store=self.store,
             method=self.method,
-            adapters=tuple(Adapter(name) for name in SHIFTS if name),
+            adapters=tuple(Adapter(name, lambda: self._end("adapter")) for name in SHIFTS if name),
             seen=self._seen,
         )
         config = {
@@ -86,6 +101,7 @@ class World:
         ticks = itertools.count()
         self.engine._scheduler.clock = self.driver.group.pace.clock = lambda: next(ticks) * 0.01
         self.faults.install()
+        self.tools.on_close = lambda: self._end("method")
         self.store.failed = lambda: self.count("state cache raises")
         self.store.refuses = self._refuse
         prepare, decode = self.driver.prepare, self.driver.decode
@@ -96,6 +112,8 @@ class World:
 
     @property
     def phase(self) -> str:
+        if self.tools.rebuilding:
+            return "rebuilding"
         names = {(False, False): "idle", (True, False): "preparing", (False, True): "running"}
         return names.get((self.driver.preparing, self.driver.active > 0), "both")
 
@@ -117,7 +135,18 @@ class World:
             return "ended"
         if row in self.driver.group.rows:
             return "running"
-        return "preparing" if plan.id in self.driver.preparing_ids else "queued"
+        if plan.id in self.driver.preparing_ids:
+            return "preparing"
+        return (
+            "rebuilding" if self.tools.rebuilding and not any(other is row for other in self.driver.queue) else "queued"
+        )
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the arrays that hold running and preparing rows."""
+        method, preparation = self.driver.group._method, self.driver._preparation
+        caches = [*(method.caches() if method is not None else ())]
+        caches += preparation._caches if preparation is not None else []
+        return sum(array.nbytes for cache in caches for array in cache.arrays())
 
     # --- what is done to the engine -------------------------------------------------------------------------
 
@@ -132,6 +161,10 @@ class World:
         except QueueFull as full:
             self.require(full.queued >= full.limit, "a queue with room turned a request away")
             self.waiting.insert(0, plan)
+        except NeverFits as refusal:
+            self.count("never fits")
+            most = self.engine.bound.bytes_at(len(plan.prompt) + plan.max_tokens)
+            self.require(refusal.needed == most > refusal.available == self.budget, f"{plan.id} was refused: {refusal}")
         except EngineClosed:
             self.require(self.closed, "an open engine says that it is closed")
         else:
@@ -196,17 +229,37 @@ class World:
 
     def close(self) -> None:
         self.count("close")
+        self.closing = self.closing or self.phase
         self.closed = True
-        self.engine.close()
+        self._closes(self.engine.close)
 
     def step(self) -> bool:
-        """Do one iteration; it never raises, whatever the schedule does."""
+        """Do one iteration; it raises nothing but what the ends do, whatever the schedule does."""
         self.stepping = True
         self.steps[self.setting.scheduler["policy"], self.phase] += 1
         try:
-            return self.engine.step()
+            return bool(self._closes(self.engine.step))
         finally:
             self.stepping = False
+
+    def _closes(self, call: Any) -> Any:
+        """Call what may close the engine, and check that it raises every error of the ends, and nothing else."""
+        told: list[BaseException] = []
+        try:
+            return call()
+        except (Planned, BaseExceptionGroup) as error:
+            told = causes(error)
+        finally:
+            self.require(told == self.end_errors, f"the ends raised {self.end_errors}, the engine {told}")
+            self.end_errors.clear()
+
+    def _end(self, what: str) -> None:
+        """Raise at an end, once each."""
+        if self.closing and what in self.setting.ends - self.ended_badly:
+            self.ended_badly.add(what)
+            self.table["end raises", self.closing] += 1
+            self.end_errors.append(Planned(what, -1))
+            raise self.end_errors[-1]
 
     # --- what the engine does to others ---------------------------------------------------------------------
 
@@ -217,8 +270,12 @@ class World:
             raise Planned(fault, plan.index)
         return answer
 
+    def of(self, request_id: str) -> Plan:
+        """Return the plan of a request."""
+        return self.plans[int(request_id[1:])]
+
     def _refuse(self, row) -> None:
-        plan = self.plans[int(row.id[1:])]
+        plan = self.of(row.id)
         if plan.fault == "admit":
             self.count("admission raises")
             raise Planned("admit", plan.index)
@@ -227,7 +284,7 @@ class World:
         got = self.delivered[plan.index]
         self.require(event.index == len(got), f"{plan.id} got token {event.index} after {len(got)} others")
         got.append(event.token)
-        if plan.acts_at == event.index:
+        if plan.acts_at == event.index or self.tools.rebuilding:
             self.consumer_acts(plan)
         if event.index == plan.at and plan.fault == "callback":
             self.count("callback raises")
@@ -249,11 +306,13 @@ class World:
 
     def _seen(self, hook: str, request: Request) -> None:
         self.settled[hook, request.id] += 1
+        if hook == "preempted":
+            self.count("preempted")
         if hook != "admitted":
             return
         self.require(not self.driver.held, f"{request.id} was admitted while held")
         mine = (-request.priority, int(request.id[1:]))  # plans are submitted in the order of their numbers
-        for row in self.driver.queue:
+        for row in [row for row in self.driver.queue if not row.preempted]:
             other = (-row.request.priority, int(row.id[1:]))
             apart = self.setting.scheduler["policy"] == "fair_share" and other[0] != mine[0]
             self.require(apart or mine < other, f"{request.id} overtook {row.id}")
@@ -261,9 +320,10 @@ class World:
     def _lock_released(self) -> None:
         self.require(not self.driver.active and not self.driver.preparing, "the lock was given back between steps")
         self.require(self.model.shift == 0, "an adapter is entered without the lock")
+        self._end("lock")
 
     def _prepare(self, prepare) -> None:
-        self.prepares += 1
+        preempted = self.driver.relief.preemptions
         for row in self.driver.group.rows:
             self.stalled[row.id] += 1
             if self.setting.scheduler["policy"] in ("decode_first", "fair_share"):
@@ -273,6 +333,7 @@ class World:
             prepare()
         finally:
             self.preparing_now = False
+        self.prepares += preempted == self.driver.relief.preemptions  # else nothing may have been left to advance
 
     def _decode(self, decode) -> None:
         self.stalled.clear()
