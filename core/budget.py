@@ -80,7 +80,7 @@ class Budget:
         if self.limit is None:
             return True
         both: Sequence[int] = (*running.tokens, *preparing.tokens)
-        parts = [(running, both)] if running.rows else []
+        parts = [(running, both)] if running.rows or len(preparing.rows) > 1 else []  # a lone row's caches are adopted
         parts += [(preparing, preparing.tokens)] if preparing.rows else []
         copied = self.bound.bytes_at(max(preparing.tokens)) if len(preparing.rows) > 1 else 0
         if sum(self._of(*part, exact=False) for part in parts) + copied <= self.limit:

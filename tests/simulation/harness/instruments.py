@@ -58,6 +58,7 @@ class Instruments:
     def restart(self) -> None:
         """Forget the last schedule."""
         self.warnings.clear()
+        self.caches = weakref.WeakSet()  # an error that is still looked at may hold some of the last
         self.on_join = self.on_wait = self.on_close = self.pending = None
         self.raised = self.rebuilds = 0
 
