@@ -144,3 +144,17 @@ def test_credit_lets_more_rows_in(subject):
 def test_a_share_is_one_of_the_devices_memory(share, least):
     with Engine(models.build("tiny-full"), config={"scheduler": {"kv_budget": share}}) as engine:
         assert engine.stats()["kv_budget"] >= least
+
+
+def test_rows_that_leave_a_preparation_for_an_empty_group_are_counted():
+    """Two of three prompts end together: their copies run while all three are still held by the preparation."""
+    model, watch = models.build("tiny-full"), Watch()
+    asked = [Request(id=f"r{i}", prompt_ids=[i + 1] * length, max_tokens=6) for i, length in enumerate((150, 150, 200))]
+    with Engine(model, config={"scheduler": {"prefill_chunk": 16}}) as engine:
+        alone = [engine.generate([each])[0].token_ids for each in asked]
+        budget = 4 * engine.bound.bytes_at(206)
+    config = {"scheduler": {"prefill_chunk": 16, "kv_budget": budget, "overcommit": 3.0, "tail_split": False}}
+    with Engine(model, config=config, plugins=[watch]) as engine:
+        watch.engine = engine
+        assert [result.token_ids for result in engine.generate(asked)] == alone
+    assert watch.most <= budget
