@@ -152,11 +152,8 @@ class Driver(Mailbox):
         if not self._acquired:
             return
         self._acquired = False
-        try:
-            self.bound.adapters.switch("")
-        finally:
-            work, self._work = self._work, contextlib.ExitStack()
-            work.close()
+        work, self._work = self._work, contextlib.ExitStack()
+        attempt_all([partial(self.bound.adapters.switch, ""), work.close])
 
     def admit(self) -> bool:
         """Admit the head; False where it must wait. An error rejects that row and counts as done."""
