@@ -15,7 +15,7 @@ WHOSE = {
     "preparing": {"cancel preparing", "never fits", "preempted"},
     "running": {"cancel running", "never fits"},
     "both": {"cancel preparing", "cancel running", "merge raises", "preempted"},
-    "rebuilding": {"submit", "hold", "task", "task raises", "cancel task", "cancel queued", "cancel ended",
+    "rebuilding": {"submit", "hold", "task", "task raises", "cancel task", "cancel queued",
                    "cancel running", "cancel rebuilding", "NaN row", "poisoned row", "device fails over a row",
                    "forward raises", "forward raises half way", "sampler raises", "callback stops",
                    "state cache raises"},
@@ -25,7 +25,15 @@ RESTRICTED = {"cancel preparing", "cancel running", "cancel rebuilding", "merge 
 SELDOM = {
     *(
         (event, "rebuilding")
-        for event in ("release", "close", "end raises", "never fits", "end callback raises", "callback raises")
+        for event in (
+            "release",
+            "close",
+            "cancel ended",
+            "end raises",
+            "never fits",
+            "end callback raises",
+            "callback raises",
+        )
     ),
     *(("preempted", phase) for phase in ("idle", "running")),
     ("never fits", "both"),
