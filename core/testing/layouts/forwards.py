@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from oarlock.core.contracts.layout import KeyValues, LayerInfo
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.rows import Rows
-from oarlock.core.testing.layouts.toys import number
+from oarlock.core.testing.layouts.toys import QUERY_HEADS, number
 
 DRAFT = 5
 """The widest forward that is cut in the middle."""
@@ -155,6 +155,23 @@ class Forwards:
         for _ in range(3):
             rows.step([1, 1])
 
+    @pytest.mark.parametrize("added", [False, True], ids=["boolean", "added"])
+    def test_masks_of_the_models_own_are_heeded(self, case: Case, added: bool) -> None:
+        """A mask for each head, boolean or added to the scores: here they all say what the cache's own says."""
+        if not case.attends:
+            return
+        rows = case.layers().open(window=DRAFT)
+        rows.enter(9, 2)
+        for width in (1, 3):
+            new, seen = [rows.new(width), rows.new(width)], []
+            rows.begin([width] * 2)
+            for toy, cache in zip(rows.layers.toys, rows.caches, strict=True):
+                mask = _per_head(cache.make_mask(width, return_array=True), added)  # type: ignore[attr-defined]
+                fetched = toy.append(cache, np.array(new))  # type: ignore[attr-defined]
+                seen.append(number(toy.attend(np.array(new), *fetched, mask)))  # type: ignore[attr-defined]
+            rows.check_seen(new, seen)
+            rows.commit([0, 0])
+
     def test_a_window_is_cut_anywhere(self, case: Case) -> None:
         """Each row keeps what it likes of a draft (recurrent ones all or nothing), again and again, past every wrap."""
         rows = case.layers().open(window=DRAFT)
@@ -252,6 +269,13 @@ def _same_mask(one: Any, other: Any) -> bool:
         other = other.reshape(-1, other.shape[-1])  # a ring's mask of one token is a line
         return one.shape[-2:] == other.shape and bool(mx.all(one == other))
     return type(one) is type(other) and one == other
+
+
+def _per_head(mask: mx.array, added: bool) -> mx.array:
+    """Return a boolean mask for each head [B, QUERY_HEADS, N, S]; ``added``: as numbers, which a constant leaves the same."""
+    each = mx.broadcast_to(mask, (mask.shape[0], QUERY_HEADS, *mask.shape[2:]))
+    heads = mx.arange(QUERY_HEADS, dtype=mx.float32)[:, None, None]
+    return mx.where(each, 0.0, mx.finfo(mx.float32).min) + heads if added else each
 
 
 def _listed(offset: Any, rows: int) -> list[int]:

@@ -9,8 +9,9 @@ import pytest
 from oarlock.core.contracts.layout import Positions, RowState
 from oarlock.core.testing.layouts import LayoutContract, violations
 from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.packed import KeysValues
 from oarlock.layouts.planes import column_bytes
-from oarlock.layouts.quantized import QuantizedLayout
+from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout
 from oarlock.layouts.recurrent import RecurrentCache, RecurrentLayout
 from oarlock.layouts.rings import Ring
 from oarlock.layouts.rotating import RotatingCache, RotatingLayout
@@ -429,6 +430,31 @@ class RoundsTwice(QuantizedLayout):
         return super().open(layer, attrs.evolve(options, bits=2), slots=slots, window=window)
 
 
+class HeedsBooleans(KeysValues):
+    """Takes a mask that is added for none."""
+
+    def attend(self, queries, scale, mask, sinks):
+        added = isinstance(mask, mx.array) and mask.dtype != mx.bool_
+        return super().attend(queries, scale, None if added else mask, sinks)
+
+
+class HandsOutBooleans(QuantizedCache):
+    """Its handles do not know all masks."""
+
+    def decode(self, planes):
+        return HeedsBooleans.pair(planes, self.format) if self.attends else super().decode(planes)
+
+
+class AddsNoMask(QuantizedLayout):
+    """Opens such caches for full layers."""
+
+    def open(self, layer, options, *, slots, window):
+        cache = super().open(layer, options, slots=slots, window=window)
+        if layer.kind == "rotating":
+            return cache
+        return HandsOutBooleans(slots, cache.format, attends=cache.attends).sized(cache.column_bytes)
+
+
 PLANTED = [
     (Cached(SeesPadding), "test_rows_of_different_lengths"),
     (Cached(DropsAColumn), "test_a_stored_row_survives"),
@@ -449,6 +475,7 @@ PLANTED = [
     (Cached(CopiesItAll), "test_no_change_copies"),
     (Cached(TakesCopies), "test_all_rows_taken"),
     (Cached(ReusesTooMuch), "test_what_can_be_reused"),
+    (AddsNoMask, "test_masks_of_the_models_own"),
     (Ringed(ReusesTheOverwritten), "test_what_can_be_reused"),
     (Cached(AsksTheLayer), "test_a_row_that_comes_back"),
     (Cached(ProjectsWhatIsNeeded), "test_growth_was"),
