@@ -14,6 +14,8 @@ from oarlock.core.testing.memory import SMALL
 
 CHUNK = 150
 """The widest append of a row that grows."""
+LOOSE = 16
+"""How many times what its rows take at their longest a cache may come to on the way, and nobody would believe more."""
 GROWN = (1300, 20, 300, 9, 40)
 RESERVED = (310, 40, 12, 270, 5)
 
@@ -34,6 +36,9 @@ class Room:
             if rows.count in (3, 4):
                 self._leaves_and_comes_back(rows, said, rows.count - 2)
             again = [cache.projected(GROWN) for cache in rows.caches]
+            for bound, most in zip(rows.layers.bound, again, strict=True):
+                sane = LOOSE * len(GROWN) * bound.layout.bytes_at(bound.info, bound.options, max(GROWN))
+                rows.require(most <= sane, f"projected({GROWN}) is {most}, beyond all that such rows could take")
             _grow(rows, [min(target, n + 2) for n, target in zip(rows.lengths, GROWN, strict=False)])
             self._at_most(rows, said)
             self._at_most(rows, again)
@@ -43,6 +48,18 @@ class Room:
         for cache in rows.caches:
             least = cache.projected(GROWN, exact=True)
             rows.require(cache.nbytes >= least, f"{GROWN} should take {least} bytes at least, there are {cache.nbytes}")
+
+    def test_room_that_rows_left_is_projected(self, case: Case) -> None:
+        """Rows of one length leave but one: as long as their room is there it counts, also while the last one grows."""
+        rows = case.layers(large=True).open()
+        for _ in range(6):
+            enter_unchecked(rows, 9)
+        forward_unchecked(rows, [1] * 6)
+        rows.keep([3])
+        said = [cache.projected([300]) for cache in rows.caches]
+        self._at_most(rows, said)
+        _grow(rows, [300])
+        self._at_most(rows, said)
 
     @staticmethod
     def _at_most(rows: Rows, said: Sequence[int]) -> None:

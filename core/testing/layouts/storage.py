@@ -126,6 +126,16 @@ class Storage:
             fits = cache.nbytes < 2 * said or case.kind == "chunked"  # which keeps a prompt until a block is over
             lone.require(fits, f"bytes_at({length}) is {said}, {cache.nbytes} were allocated")
 
+    def test_bytes_change_behind_a_stop(self, case: Case) -> None:
+        """A row that stands where its storage is to change has the bytes of before, and with one more token those after."""
+        for length in (n for stop in case.layers().stops for n in (stop, stop + 1)):
+            rows = case.layers().open()
+            enter_unchecked(rows, length)
+            rows.compact()
+            for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
+                said = bound.layout.bytes_at(bound.info, bound.options, length)
+                rows.require(cache.nbytes == said, f"bytes_at({length}) is {said}, a lone row has {cache.nbytes}")
+
     def test_the_device_counts_the_same_bytes(self, case: Case) -> None:
         """What was said of a row is within a tenth of what the device has more for it."""
         layers = case.layers()

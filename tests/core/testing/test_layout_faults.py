@@ -1,6 +1,7 @@
 """The kit against layouts with one fault each: the clause that speaks of it must break, and say after what."""
 
 import itertools
+from typing import ClassVar
 
 import attrs
 import mlx.core as mx
@@ -8,6 +9,7 @@ import pytest
 
 from oarlock.core.contracts.layout import Positions, RowState
 from oarlock.core.testing.layouts import LayoutContract, violations
+from oarlock.layouts.delayed import DelayedCache, DelayedLayout
 from oarlock.layouts.full import FullCache, FullLayout
 from oarlock.layouts.packed import KeysValues
 from oarlock.layouts.planes import column_bytes
@@ -531,6 +533,30 @@ def test_random_lives_find_it_too_and_show_the_shortest(cache):
     _, error = next(violations(Planted, "test_any_order"))
     assert "; after open(" in str(error)
     assert str(error).count("(") < 30, error
+
+
+class PacksEarly(DelayedCache):
+    """Packs a row that comes to its stop, not when it gets another token."""
+
+    def commit(self, kept):
+        super().commit(kept)
+        self._pack([row for row, n in enumerate(self.plain.tokens) if n == self.stop])
+
+
+class Early(DelayedLayout):
+    """Opens such caches."""
+
+    def open(self, layer, options, *, slots, window):
+        opened = super().open(layer, options, slots=slots, window=window)
+        return PacksEarly(opened._parts, opened.stop)
+
+
+def test_a_storage_that_changes_too_early_shows_in_its_bytes():
+    class Planted(LayoutContract):
+        layout = Early()
+        options: ClassVar = {"start": 18}
+
+    assert next(violations(Planted, "test_bytes_change"), None)
 
 
 def test_other_codes_show_beside_the_tolerance():
