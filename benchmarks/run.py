@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import arrivals
+import compiled
 import decode
 import layouts
 import membership
@@ -55,6 +56,12 @@ def run_mixed(rounds: int) -> Iterator[Report]:
     yield from mixed.measure(smollm2(), rounds)
 
 
+def run_compiled(rounds: int) -> Iterator[Report]:
+    for rows in (1, 3):
+        yield compiled.measure("tiny model", models.tiny(), 10 * rounds, rows)
+        yield compiled.measure("SmolLM2", smollm2().model, rounds, rows)
+
+
 def run_layouts(rounds: int) -> Iterator[Report]:
     for workload in layouts.WORKLOADS.values():
         yield from workload(rounds)
@@ -66,7 +73,7 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Report]]] = {
     "membership": run_membership,
     "arrivals": run_arrivals,
 }
-ON_REQUEST = {"layouts": run_layouts, "mixed": run_mixed}
+ON_REQUEST = {"layouts": run_layouts, "mixed": run_mixed, "compiled": run_compiled}
 """Those that a default run has no time for."""
 
 

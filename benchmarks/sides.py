@@ -35,8 +35,10 @@ class Oarlock:
 
     name = "oarlock"
 
-    def __init__(self, model: Any, prompts: Prompts, sampling: Sequence[SamplingParams] | None = None) -> None:
-        self.engine = Engine(model, config=settings(len(prompts)))
+    def __init__(
+        self, model: Any, prompts: Prompts, sampling: Sequence[SamplingParams] | None = None, **scheduler: Any
+    ) -> None:
+        self.engine = Engine(model, config=settings(len(prompts), **scheduler))
         self.rows: list[list[int]] = [[] for _ in prompts]
         params = sampling or [SamplingParams()] * len(prompts)
         for row, prompt, sampled in zip(self.rows, prompts, params, strict=True):

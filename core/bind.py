@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from oarlock.core import compiled
 from oarlock.core import layers as reading
 from oarlock.core.adapters import Adapters
 from oarlock.core.attention import Swap
@@ -38,8 +39,8 @@ class BoundModel:
     """A composition: fixed for the life of an engine.
 
     ``vocabulary`` is the rows of the embedding (token ids stay below it), ``positions`` the most tokens of a
-    sequence or None, ``verdict`` what the probe found, ``mixing`` whether a decode step may take a chunk along, ``stops``
-    the lengths at which a layer's storage changes.
+    sequence or None, ``verdict`` what the probe found, ``mixing`` whether a decode step may take a chunk along, ``compiling``
+    whether it may be a replayed one, ``stops`` the lengths at which a layer's storage changes.
     """
 
     model: Any
@@ -57,6 +58,7 @@ class BoundModel:
     positions: int | None
     verdict: Verdict = attrs.field(factory=Verdict)
     mixing: Mixing = attrs.field(factory=Mixing)
+    compiling: compiled.Compiling = attrs.field(factory=compiled.Compiling)
     stops: tuple[int, ...] = attrs.field(init=False)
 
     @stops.default
@@ -122,6 +124,7 @@ class BoundModel:
         lines += [
             {"part": "rows", "kind": "", **self.verdict.explain()},
             {"part": "mixed", "kind": "", **self.mixing.explain()},
+            {"part": "compiled", "kind": "", **self.compiling.explain()},
             {"part": "method", "kind": "", "choice": self.method, "detail": "", "reason": self.method_reason},
             {
                 "part": "samplers",
@@ -198,7 +201,7 @@ def bind(
     plugins.registries.freeze()
     with contextlib.closing(bound.swap()):
         bound = probe(bound) if config.scheduler.verify else bound
-        return attrs.evolve(bound, mixing=decide(bound))
+        return attrs.evolve(bound, mixing=decide(bound), compiling=compiled.decide(bound))
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:

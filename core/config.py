@@ -26,7 +26,6 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     # NOTE: what this version cannot do is refused, never ignored: key -> the values that work; () allows none.
     # Whoever builds the part deletes its line here.
     {
-        "scheduler.compiled": ("auto", False),
         "state_cache.prefix_bytes": (),
         "state_cache.disk": (),
         "state_cache.disk_bytes": (),
@@ -115,6 +114,7 @@ class SchedulerConfig:
     """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes.
 
     ``stall_bound_ms`` is the longest that running rows wait for one advance of a joiner's prompt; 0 is a chunk's time.
+    ``compiled`` "auto" compiles no decode step: on the CPU they gain nothing, and no GPU was measured.
     """
 
     max_batch: int = _setting(16, values.floor)

@@ -25,6 +25,8 @@ def gauges(driver: Driver) -> dict[str, Any]:
         "recoveries": driver.group.recovery.recoveries,
         "retries": driver.group.recovery.retries,
         "mixed_forwards": driver.group.log.mixed_forwards,
+        "compiled_steps": driver.group.compiled.steps,
+        "compiled_traces": driver.group.compiled.traces,
         "preemptions": driver.relief.preemptions,
         "kv_budget": driver.relief.budget.limit,
     }

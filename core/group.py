@@ -12,6 +12,7 @@ import structlog
 
 from oarlock.core import forward as forwards
 from oarlock.core.budget import Holding
+from oarlock.core.compiled import CompiledRows
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
@@ -20,7 +21,7 @@ from oarlock.core.emission import Emitter
 from oarlock.core.mixed import Work
 from oarlock.core.pace import Pace
 from oarlock.core.publication import publish
-from oarlock.core.recording import Forwarded, StepLog
+from oarlock.core.recording import StepLog
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
 from oarlock.core.row import Row
@@ -53,6 +54,7 @@ class ExecutionGroup:
         self.bound = bound
         self.emitter = emitter
         self.recovery = Recovery(bound)
+        self.compiled = CompiledRows(bound, self.recovery)
         self.log = StepLog()
         self.pace = Pace(bound.config.scheduler.stall_bound_ms / 1e3, emitter.clock)
         self._store = store
@@ -84,22 +86,20 @@ class ExecutionGroup:
     ) -> mx.array:
         """Forward and count it, with ``work`` where that can be; see `core.forward.forward`."""
         before = time.perf_counter()
-        logits = self._along(work, caches, ids, widths)
+        logits = self._along(work, caches, ids, widths) if work is not None else None
         mixed = logits is not None
+        if work is None:
+            logits = self.compiled.forward(caches, ids, widths, self._rows)
         if logits is None:
             logits = forwards.forward(self.bound, caches, ids, widths, self._rows)
         self.log.times.build += time.perf_counter() - before
-        self.log.mixed_forwards += mixed
-        done = Forwarded(tuple(row.id for row in self._rows), ids.shape[1], prefill=False, mixed=mixed)
-        self.log.forwards.append(done)
+        self.log.decoded([row.id for row in self._rows], ids.shape[1], mixed=mixed)
         return logits
 
-    def _along(
-        self, work: Work | None, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]
-    ) -> mx.array | None:
+    def _along(self, work: Work, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int]) -> mx.array | None:
         """Forward both sides at once. If that raises, nothing has happened, and each goes alone by its own rule."""
         try:
-            return work.along(self.bound, caches, ids, widths, self._rows) if work is not None else None
+            return work.along(self.bound, caches, ids, widths, self._rows)
         except Exception as error:  # noqa: BLE001 - whose it is shows when each goes alone
             self.recovery.recoveries += 1
             _log.warning("mixed_forward_failed", error=repr(error))

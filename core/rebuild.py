@@ -69,6 +69,8 @@ class Rebuild:
         if self._blameless > self.limit:
             self._reject([row for rows in suspects for row in rows], RecoveriesExhausted(self.limit, error))
             return
+        for row in (row for rows in suspects for row in rows):
+            row.compiled = False  # it may have been the compiled step's
         for rows in suspects:
             if rows and not self._prove(rows):
                 self._blameless = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 import mlx.core as mx
@@ -76,6 +76,11 @@ class StepLog:
         self.forwards.clear()
         self.times.build = self.times.read = self.times.emit = 0.0
         self.joined = self.left = 0
+
+    def decoded(self, ids: Iterable[str], width: int, *, mixed: bool) -> None:
+        """Note a decode step's forward."""
+        self.mixed_forwards += mixed
+        self.forwards.append(Forwarded(tuple(ids), width, prefill=False, mixed=mixed))
 
     def record(self, *, busy: bool) -> StepRecord:
         """Return the record of the step that ends now. What follows is a gap where the engine is still ``busy``."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
 
 from oarlock.core import mixed
-from oarlock.core.contracts.layout import BatchCache, LayerInfo
+from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions
 from oarlock.core.forward import forward, settle
 from oarlock.core.mixed import Side
 
@@ -123,6 +123,29 @@ def beside(bound: BoundModel, long: Prompt, short: Prompt) -> tuple[list[Trace],
         cache.add(1)
     last = _both(bound, running, cohort, [row[:chunk] for row in (long[-_SHORT:], short)])
     return first[0] + last[0], first[1] + last[1]
+
+
+def again(
+    bound: BoundModel, step: Callable[[Sequence[Any], mx.array, Positions], mx.array]
+) -> tuple[list[Trace], list[Trace]]:
+    """Feed a token to a lone row, and to two: ordinarily, which is rolled back, and by ``step``. Return all scores."""
+    (long, short), caches, other = prompts(bound), _opened(bound, 1), _opened(bound, 1)
+    prefill(bound, caches, [long])
+    prefill(bound, other, [short])
+    apart, by_step = [], []
+    for rows in (1, 2):
+        ids, widths, starts = mx.array(_FED[:1] * rows, dtype=mx.uint32)[:, None], [1] * rows, caches[0].tokens
+        apart.append(Trace(forward(bound, caches, ids, widths).flatten(0, 1), ()))
+        mx.eval(apart[-1].scores)
+        for cache in caches:
+            cache.commit([0] * rows)
+            cache.begin(widths, Positions(starts))
+        by_step.append(Trace(step(caches, ids, Positions(starts)).flatten(0, 1), ()))
+        for cache in caches:
+            cache.commit(widths)
+        if rows == 1:
+            _join(caches, other)
+    return apart, by_step
 
 
 def _both(

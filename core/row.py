@@ -47,6 +47,8 @@ class Row:
     fed: list[int] = attrs.field(factory=list)
     fed_tainted: bool = False
     merged: bool = False
+    compiled: bool = True
+    """Whether steps of it may be compiled: not once one failed, or the device."""
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[Logprob] = attrs.field(factory=list)
     reason: FinishReason | None = None
@@ -73,6 +75,11 @@ class Row:
     def reuses_prefix(self) -> bool:
         """Whether the row's state may come from a prefix and be kept as one: tokens must be all that it depends on."""
         return self.request.reuse_prefix and self.request.inputs is None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the bare model computes the row from its ids alone: no adapter, no prepared input."""
+        return not self.request.adapter and self.request.inputs is None
 
     def unmixed(self, position: int, width: int) -> int:
         """Return ``width``, or less where a forward from ``position`` would run from prepared input into ids."""

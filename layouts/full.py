@@ -16,6 +16,7 @@ from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.masks import causal
 from oarlock.layouts.planes import PlainPlanes, Planes, column_bytes, grown, round_up
 from oarlock.layouts.slots import SlotCache
+from oarlock.layouts.traced import TracedColumns
 
 OARLOCK_API = 1
 
@@ -43,6 +44,18 @@ class LeftAligned(SlotCache):
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return what the last append returned."""
         return self.decode(self._read(len(self._starts), self._starts.longest + self._written))
+
+    def fixed_columns(self, tokens: int) -> int | None:
+        """Return how many columns there are, at least ``tokens``, or None where no row has any."""
+        if not self.planes:
+            return None
+        self._reserve_columns(tokens, self.planes)
+        self._used_slots = max(self._used_slots, self.rows)
+        return self._first.shape[2]
+
+    def traced(self, planes: Planes, positions: mx.array, columns: int) -> TracedColumns:
+        """Return what stands for this cache in a trace, see `contracts.composition.TraceableCache`."""
+        return TracedColumns(self, planes, positions, columns)
 
     def reusable(self, tokens: int) -> int:
         """Return ``tokens``: any prefix of full attention is one."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 
 from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 APART = "apart"
 """What a layout holds that keeps rows of different length apart, in caches of another layout: see `PartedCache`."""
@@ -91,3 +94,32 @@ class PartedCache(BatchCache, Protocol):
     """
 
     parts: Sequence[Part]
+
+
+class TracedCache(Protocol):
+    """What a model gets for a cache inside a trace: the model side of `BatchCache`, for one token a row.
+
+    Positions are an array and shapes do not follow them, so the trace holds for all tokens until columns run out.
+    """
+
+    planes: dict[str, mx.array]
+    """What the trace began with, and then what it wrote."""
+
+
+@runtime_checkable
+class TraceableCache(Protocol):
+    """What a batch cache has besides, whose decode step can be traced once and replayed.
+
+    The core calls these between `begin` and `commit`, for forwards of one token a row.
+    """
+
+    planes: dict[str, mx.array]
+    """All that such a forward reads and writes. Its results replace them, so that MLX writes where they lie."""
+
+    def fixed_columns(self, tokens: int) -> int | None:
+        """Make room for rows of ``tokens`` and return how many columns there are; None where nothing is held yet."""
+        ...
+
+    def traced(self, planes: dict[str, mx.array], positions: mx.array, columns: int) -> TracedCache:
+        """Return what stands for this cache, rows at ``positions`` int32 ``[B]``; attention reads ``columns``."""
+        ...

@@ -14,7 +14,7 @@ OarlockError
 ├── RecoveriesExhausted (RuntimeError)   the device fails again and again though no row is guilty
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
 ├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable, AdapterRefused,
-│                                            MixedRefused
+│                                            MixedRefused, CompiledRefused
 ├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
 └── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
                                             ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin, InvalidPlugin
@@ -24,6 +24,7 @@ from oarlock.core.errors.base import OarlockError, did_you_mean
 from oarlock.core.errors.binding import (
     AdapterRefused,
     BindError,
+    CompiledRefused,
     ConfigError,
     InvalidConfigValue,
     LayoutRefused,
@@ -85,6 +86,7 @@ __all__ = [
     "ApiMismatch",
     "BindError",
     "BrokenPlugin",
+    "CompiledRefused",
     "CompositionError",
     "ConfigError",
     "DisabledPlugin",

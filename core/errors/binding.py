@@ -82,6 +82,17 @@ class MixedRefused(BindError):
         )
 
 
+class CompiledRefused(BindError):
+    """The config asks for compiled decode steps, which this model or a layout cannot do. ``layer``: which, if it is one."""
+
+    def __init__(self, model_type: str, reason: str, layer: str | None = None) -> None:
+        self.model_type, self.reason, self.layer = model_type, reason, layer
+        super().__init__(
+            f"scheduler.compiled is true, but decode steps of model type {model_type!r} cannot be compiled: {reason}; "
+            'allowed here: "auto", false'
+        )
+
+
 class ConfigError(OarlockError, ValueError):
     """The engine configuration is wrong."""
 

@@ -364,7 +364,6 @@ def test_options_are_checked_by_the_plugin_that_declares_them():
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("scheduler", "compiled", True),
         ("state_cache", "prefix_bytes", "1GiB"),
         ("state_cache", "disk", ""),
         ("state_cache", "disk_bytes", "10GiB"),

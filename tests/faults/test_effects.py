@@ -180,6 +180,7 @@ CHANGES = {
     "scheduler.max_recoveries": 0,
     "scheduler.mixed": False,
     "scheduler.mixed_token_budget": 2,
+    "scheduler.compiled": True,
     "scheduler.verify": False,
     "state_cache.name": "kept",
     "state_cache.publish_min_tokens": 2,

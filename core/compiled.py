@@ -1,0 +1,205 @@
+"""A decode step that is traced once and replayed, for a lone row and for few rows that stay. It samples nothing.
+
+Positions are arrays and caches go in and out, so a trace holds until the columns that attention reads run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+import structlog
+
+from oarlock.core import rehearsal
+from oarlock.core.contracts.composition import TraceableCache
+from oarlock.core.contracts.layout import BatchCache, Positions
+from oarlock.core.errors import CompiledRefused, ModelNotBatchable
+from oarlock.core.evidence import line_of
+from oarlock.core.probe import compare
+from oarlock.core.recovery import Recovery
+from oarlock.core.row import Row
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+_log = structlog.get_logger(__name__)
+MAX_ROWS = 4
+"""Rows of a small batch: each number of rows is a trace of its own."""
+STABLE = 16
+"""Ordinary steps that a batch of the same rows has behind it before it is compiled: a trace takes as long as a few."""
+COLUMN_STEP = 256
+"""The fewest columns by which two traces differ."""
+
+
+@attrs.frozen(kw_only=True)
+class Compiling:
+    """Whether decode steps are compiled, and why, or why not. ``layer``: the path of the one that forbids it."""
+
+    on: bool = False
+    reason: str = ""
+    layer: str | None = None
+
+    def explain(self) -> dict[str, str]:
+        """Return the choice and its reason."""
+        choice = f"decode steps of up to {MAX_ROWS} rows" if self.on else "no step is compiled"
+        return {"choice": choice, "detail": "", "reason": self.reason}
+
+
+def decide(bound: BoundModel) -> Compiling:
+    """Return the fact. Raises `errors.CompiledRefused` where the config asks for what the model or a layout forbids."""
+    wanted = bound.config.scheduler.compiled
+    if wanted is not True:
+        reason = "config scheduler.compiled"
+        return Compiling(reason=reason if wanted is False else f'{reason} is "auto": no device was seen to gain by it')
+    found = _known(bound)
+    if found is None and not bound.config.scheduler.verify:
+        found = Compiling(on=True, reason="not probed: scheduler.verify is off")
+    elif found is None:
+        found = _rehearsed(bound)
+    if not found.on:
+        raise CompiledRefused(bound.model_type, found.reason, found.layer)
+    return found
+
+
+def _known(bound: BoundModel) -> Compiling | None:
+    """Return what forbids it without a trial."""
+    if not bound.verdict.ragged:
+        return Compiling(reason=f"its forward takes no array of positions: {bound.verdict.reason}")
+    for layer, cache in zip(bound.layers, bound.open_caches(slots=1, window=1), strict=True):
+        if not isinstance(cache, TraceableCache):
+            path, kind = layer.info.path, layer.info.kind
+            reason = f"layer {path} ({kind}) is held by layout {layer.layout.name!r}, whose steps cannot be replayed"
+            return Compiling(reason=reason, layer=path)
+    return None
+
+
+def _rehearsed(bound: BoundModel) -> Compiling:
+    """Decode a token of a lone row and of two rows, ordinarily and compiled, and compare."""
+    try:
+        apart, replayed = rehearsal.again(bound, CompiledStep(bound.model))
+        compare(bound, apart, replayed, "a compiled step")
+    except ModelNotBatchable as refusal:
+        return Compiling(reason=refusal.reason, layer=refusal.layer)
+    except Exception as error:  # noqa: BLE001 - whatever a model does with arrays that have no numbers yet
+        line = line_of(error, bound.model) or "a compiled step"
+        return Compiling(reason=f"{line} raises {type(error).__name__}: {error}")
+    return Compiling(on=True, reason="bind probe, config scheduler.compiled")
+
+
+def reading(tokens: int) -> int:
+    """Return how many columns a trace reads for rows of ``tokens``: at most a quarter more, `COLUMN_STEP` at least."""
+    step = max(COLUMN_STEP, 1 << (tokens.bit_length() - 3)) if tokens > COLUMN_STEP else COLUMN_STEP
+    return -(-tokens // step) * step
+
+
+@attrs.define(eq=False)
+class _Tracing:
+    """What a trace needs and a replay does not: the caches that are stood for. The compiled function holds this alone."""
+
+    model: Any
+    caches: Sequence[Any] = ()
+    traces: int = 0
+
+    def compiled(self) -> Any:
+        """Return a function of ids, positions, every layer's planes and the columns to read: logits and planes."""
+
+        def step(
+            ids: mx.array, positions: mx.array, planes: list[dict[str, mx.array]], columns: int
+        ) -> tuple[mx.array, list[dict[str, mx.array]]]:
+            pairs = zip(self.caches, planes, strict=True)
+            standing = [cache.traced(own, positions, columns) for cache, own in pairs]
+            logits = self.model(ids, cache=standing)
+            self.traces += 1
+            return logits, [each.planes for each in standing]
+
+        return mx.compile(step)
+
+
+class CompiledStep:
+    """The model's forward for one token a row, compiled for every shape that its caches come to have."""
+
+    def __init__(self, model: Any) -> None:
+        """Compile nothing yet."""
+        self._tracing = _Tracing(model)
+        self._function: Any = None
+
+    @property
+    def traces(self) -> int:
+        """How often the model's own code ran."""
+        return self._tracing.traces
+
+    def __call__(self, caches: Sequence[Any], ids: mx.array, starts: Positions) -> mx.array:
+        """Forward ids uint32 ``[B, 1]`` and return logits ``[B, 1, V]``. The caches have begun; `settle` must follow.
+
+        Nothing is evaluated here. What is raised leaves the caches as they were, and drops all traces: MLX keeps what
+        it began to trace, and would replay that.
+        """
+        rooms = [room for cache in caches if (room := cache.fixed_columns(starts.longest + 1)) is not None]
+        columns = min([reading(starts.longest + 1), *rooms])
+        self._function = self._function or self._tracing.compiled()
+        self._tracing.caches = caches
+        try:
+            logits, written = self._function(ids, starts.array, [cache.planes for cache in caches], columns)
+        except Exception:
+            self._function = None
+            raise
+        finally:
+            self._tracing.caches = ()
+        for cache, planes in zip(caches, written, strict=True):
+            cache.planes = planes
+        return logits  # type: ignore[no-any-return]
+
+
+class CompiledRows:
+    """Says which steps of a group are compiled, and lets the ordinary step do what a compiled one could not.
+
+    A lone row is compiled from its first step, unless it was ever merged; a batch of up to `MAX_ROWS` once it has been
+    the same for `STABLE` steps, and a row of which one failed never again. ``steps`` counts compiled steps.
+    """
+
+    def __init__(self, bound: BoundModel, recovery: Recovery) -> None:
+        """Failed steps count as recoveries."""
+        self.steps = 0
+        self._on, self._step, self._recovery = bound.compiling.on, CompiledStep(bound.model), recovery
+        self._ids: tuple[str, ...] = ()
+        self._same = 0
+
+    @property
+    def traces(self) -> int:
+        """Traces made so far."""
+        return self._step.traces
+
+    def forward(
+        self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], rows: Sequence[Row]
+    ) -> mx.array | None:
+        """Return logits ``[B, 1, V]`` of a step that is to be settled, or None: it is the ordinary step's.
+
+        Nothing is evaluated here. Where the compiled step raises, the caches are as they were.
+        """
+        if not self._on or ids.shape[1] != 1 or 0 in widths or not self._marked(rows):
+            return None
+        starts = Positions(caches[0].tokens)
+        try:
+            for cache in caches:
+                cache.begin(widths, starts)
+            logits = self._step(caches, ids, starts)
+        except Exception as error:  # noqa: BLE001 - if it is a row's, the ordinary step raises it again
+            for cache in caches:
+                cache.commit([0] * len(rows))
+            for row in rows:
+                row.compiled = False
+            self._recovery.recoveries += 1
+            _log.warning("compiled_failed", requests=[row.id for row in rows], error=repr(error))
+            return None
+        self.steps += 1
+        return logits
+
+    def _marked(self, rows: Sequence[Row]) -> bool:
+        """Return whether these rows, which are about to take a step, may take a compiled one."""
+        ids = tuple(row.id for row in rows[: MAX_ROWS + 1])
+        self._same = self._same + 1 if ids == self._ids else 0
+        self._ids = ids
+        stays = self._same >= STABLE if len(rows) > 1 else not rows[0].merged
+        return stays and len(rows) <= MAX_ROWS and all(row.compiled and row.plain for row in rows)
