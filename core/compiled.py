@@ -32,6 +32,8 @@ STABLE = 16
 COLUMN_STEP = 256
 """The fewest columns by which two traces differ."""
 
+_ASKED_FOR = 'config scheduler.compiled is "auto": the first steps wait for a compiler, so true must ask for them'
+
 
 @attrs.frozen(kw_only=True)
 class Compiling:
@@ -51,8 +53,7 @@ def decide(bound: BoundModel) -> Compiling:
     """Return the fact. Raises `errors.CompiledRefused` where the config asks for what the model or a layout forbids."""
     wanted = bound.config.scheduler.compiled
     if wanted is not True:
-        reason = "config scheduler.compiled"
-        return Compiling(reason=reason if wanted is False else f'{reason} is "auto": no device was seen to gain by it')
+        return Compiling(reason="config scheduler.compiled" if wanted is False else _ASKED_FOR)
     found = _known(bound)
     if found is None and not bound.config.scheduler.verify:
         found = Compiling(on=True, reason="not probed: scheduler.verify is off")

@@ -114,7 +114,7 @@ class SchedulerConfig:
     """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes.
 
     ``stall_bound_ms`` is the longest that running rows wait for one advance of a joiner's prompt; 0 is a chunk's time.
-    ``compiled`` "auto" compiles no decode step: on the CPU they gain nothing, and no GPU was measured.
+    ``compiled`` "auto" compiles no decode step: on the CPU the first one waits for the C++ compiler, and no GPU was measured.
     """
 
     max_batch: int = _setting(16, values.floor)

@@ -375,11 +375,11 @@ def test_what_only_a_trial_shows(change, reason):
 
 
 def test_without_the_probe_it_is_taken_at_its_word(tiny):
-    """And "auto" compiles nothing: nobody was seen to gain by it."""
+    """And "auto" compiles nothing: docs/decisions says why."""
     for settings, on, reason in (
         ({"compiled": True}, True, "bind probe"),
         ({"compiled": True, "verify": False}, True, "not probed"),
-        ({}, False, "no device was seen to gain"),
+        ({}, False, "true must ask"),
         ({"compiled": False}, False, "config scheduler.compiled"),
     ):
         with Engine(tiny, config={"scheduler": settings}) as engine:
