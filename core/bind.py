@@ -8,10 +8,11 @@ from typing import Any
 
 import attrs
 
-from oarlock.core import compiled
 from oarlock.core import layers as reading
 from oarlock.core.adapters import Adapters
 from oarlock.core.attention import Swap
+from oarlock.core.compiling import Compiling
+from oarlock.core.compiling import decide as decide_compiled
 from oarlock.core.config import EngineConfig, parse_options
 from oarlock.core.contracts.composition import (
     APART,
@@ -58,7 +59,7 @@ class BoundModel:
     positions: int | None
     verdict: Verdict = attrs.field(factory=Verdict)
     mixing: Mixing = attrs.field(factory=Mixing)
-    compiling: compiled.Compiling = attrs.field(factory=compiled.Compiling)
+    compiling: Compiling = attrs.field(factory=Compiling)
     stops: tuple[int, ...] = attrs.field(init=False)
 
     @stops.default
@@ -201,7 +202,7 @@ def bind(
     plugins.registries.freeze()
     with contextlib.closing(bound.swap()):
         bound = probe(bound) if config.scheduler.verify else bound
-        return attrs.evolve(bound, mixing=decide(bound), compiling=compiled.decide(bound))
+        return attrs.evolve(bound, mixing=decide(bound), compiling=decide_compiled(bound))
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:

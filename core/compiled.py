@@ -12,12 +12,7 @@ import attrs
 import mlx.core as mx
 import structlog
 
-from oarlock.core import rehearsal
-from oarlock.core.contracts.composition import TraceableCache
 from oarlock.core.contracts.layout import BatchCache, Positions
-from oarlock.core.errors import CompiledRefused, ModelNotBatchable
-from oarlock.core.evidence import line_of
-from oarlock.core.probe import compare
 from oarlock.core.recovery import Recovery
 from oarlock.core.row import Row
 
@@ -32,66 +27,10 @@ STABLE = 16
 COLUMN_STEP = 256
 """The fewest columns by which two traces differ."""
 
-_ASKED_FOR = 'config scheduler.compiled is "auto": the first steps wait for a compiler, so true must ask for them'
-
-
-@attrs.frozen(kw_only=True)
-class Compiling:
-    """Whether decode steps are compiled, and why, or why not. ``layer``: the path of the one that forbids it."""
-
-    on: bool = False
-    reason: str = ""
-    layer: str | None = None
-
-    def explain(self) -> dict[str, str]:
-        """Return the choice and its reason."""
-        choice = f"decode steps of up to {MAX_ROWS} rows" if self.on else "no step is compiled"
-        return {"choice": choice, "detail": "", "reason": self.reason}
-
-
-def decide(bound: BoundModel) -> Compiling:
-    """Return the fact. Raises `errors.CompiledRefused` where the config asks for what the model or a layout forbids."""
-    wanted = bound.config.scheduler.compiled
-    if wanted is not True:
-        return Compiling(reason="config scheduler.compiled" if wanted is False else _ASKED_FOR)
-    found = _known(bound)
-    if found is None and not bound.config.scheduler.verify:
-        found = Compiling(on=True, reason="not probed: scheduler.verify is off")
-    elif found is None:
-        found = _rehearsed(bound)
-    if not found.on:
-        raise CompiledRefused(bound.model_type, found.reason, found.layer)
-    return found
-
-
-def _known(bound: BoundModel) -> Compiling | None:
-    """Return what forbids it without a trial."""
-    if not bound.verdict.ragged:
-        return Compiling(reason=f"its forward takes no array of positions: {bound.verdict.reason}")
-    for layer, cache in zip(bound.layers, bound.open_caches(slots=1, window=1), strict=True):
-        if not isinstance(cache, TraceableCache):
-            path, kind = layer.info.path, layer.info.kind
-            reason = f"layer {path} ({kind}) is held by layout {layer.layout.name!r}, whose steps cannot be replayed"
-            return Compiling(reason=reason, layer=path)
-    return None
-
-
-def _rehearsed(bound: BoundModel) -> Compiling:
-    """Decode a token of a lone row and of two rows, ordinarily and compiled, and compare."""
-    try:
-        apart, replayed = rehearsal.again(bound, CompiledStep(bound.model))
-        compare(bound, apart, replayed, "a compiled step")
-    except ModelNotBatchable as refusal:
-        return Compiling(reason=refusal.reason, layer=refusal.layer)
-    except Exception as error:  # noqa: BLE001 - whatever a model does with arrays that have no numbers yet
-        line = line_of(error, bound.model) or "a compiled step"
-        return Compiling(reason=f"{line} raises {type(error).__name__}: {error}")
-    return Compiling(on=True, reason="bind probe, config scheduler.compiled")
-
 
 def reading(tokens: int) -> int:
     """Return how many columns a trace reads for rows of ``tokens``: at most a quarter more, `COLUMN_STEP` at least."""
-    step = max(COLUMN_STEP, 1 << (tokens.bit_length() - 3)) if tokens > COLUMN_STEP else COLUMN_STEP
+    step = max(COLUMN_STEP, 1 << tokens.bit_length() >> 3)
     return -(-tokens // step) * step
 
 

@@ -13,9 +13,9 @@ ORDER = (
     {"planner", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},
     {"budget"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
-    | {"preparing"},
+    | {"preparing", "compiled"},
     {"rebuild", "relief"},
-    {"layers", "bind", "attention", "mixing", "probe", "rehearsal", "evidence", "intake"}
+    {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "intake"}
     | {"driver", "gauges", "mailbox", "handle", "models"},
     {"engine"},
     {"aio"},

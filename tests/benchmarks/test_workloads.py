@@ -118,3 +118,11 @@ def test_the_program_prints_json(load):
     assert [report["facts"]["occupancy"] for report in found["reports"]] == [1.0, 32.0]
     assert not found["errors"]
     assert {"cores", "blas", "mlx", "mlx-lm"} <= found["machine"].keys()
+
+
+def test_compiled_steps_are_compared_with_ordinary_ones(load, harness):
+    """One side is compiled, the tokens are the same, and both times are there."""
+    report = load("compiled").measure("tiny model", load("models").tiny(), harness.MIN_PAIRS, 1)
+    assert report.facts["traces"] == 1
+    assert len(report.comparisons) == 2
+    assert {name.partition(":")[0] for name in report.figures} == {"compiled", "ordinary"}
