@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
 from oarlock.core import rehearsal
 from oarlock.core.compiled import MAX_ROWS, CompiledStep
 from oarlock.core.contracts.composition import TraceableCache
-from oarlock.core.errors import CompiledRefused, ModelNotBatchable
-from oarlock.core.evidence import line_of
+from oarlock.core.errors import CompiledRefused
+from oarlock.core.finding import Finding
 from oarlock.core.probe import compare
 
 if TYPE_CHECKING:
@@ -20,17 +20,11 @@ _ASKED_FOR = 'config scheduler.compiled is "auto": the first steps wait for a co
 
 
 @attrs.frozen(kw_only=True)
-class Compiling:
-    """Whether decode steps are compiled, and why, or why not. ``layer``: the path of the one that forbids it."""
+class Compiling(Finding):
+    """Whether decode steps are compiled, and why, or why not."""
 
-    on: bool = False
-    reason: str = ""
-    layer: str | None = None
-
-    def explain(self) -> dict[str, str]:
-        """Return the choice and its reason."""
-        choice = f"decode steps of up to {MAX_ROWS} rows" if self.on else "no step is compiled"
-        return {"choice": choice, "detail": "", "reason": self.reason}
+    YES: ClassVar[str] = f"decode steps of up to {MAX_ROWS} rows"
+    NO: ClassVar[str] = "no step is compiled"
 
 
 def decide(bound: BoundModel) -> Compiling:
@@ -62,12 +56,8 @@ def _known(bound: BoundModel) -> Compiling | None:
 
 def _rehearsed(bound: BoundModel) -> Compiling:
     """Decode a token of a lone row and of two rows, ordinarily and compiled, and compare."""
-    try:
-        apart, replayed = rehearsal.again(bound, CompiledStep(bound.model))
-        compare(bound, apart, replayed, "a compiled step")
-    except ModelNotBatchable as refusal:
-        return Compiling(reason=refusal.reason, layer=refusal.layer)
-    except Exception as error:  # noqa: BLE001 - whatever a model does with arrays that have no numbers yet
-        line = line_of(error, bound.model) or "a compiled step"
-        return Compiling(reason=f"{line} raises {type(error).__name__}: {error}")
-    return Compiling(on=True, reason="bind probe, config scheduler.compiled")
+
+    def trial() -> None:
+        compare(bound, *rehearsal.again(bound, CompiledStep(bound.model)), "a compiled step")
+
+    return Compiling.tried(bound, trial, "a compiled step", "bind probe, config scheduler.compiled")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
 from oarlock.core import rehearsal
 from oarlock.core.attention import Swap
-from oarlock.core.errors import MixedRefused, ModelNotBatchable
-from oarlock.core.evidence import line_of
+from oarlock.core.errors import MixedRefused
+from oarlock.core.finding import Finding
 from oarlock.core.probe import compare
 
 if TYPE_CHECKING:
@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class Mixing:
-    """Whether steps are mixed, and why, or why not. ``layer``: the path of the one that forbids it."""
+class Mixing(Finding):
+    """Whether steps are mixed, and why, or why not."""
 
-    on: bool = False
-    reason: str = ""
-    layer: str | None = None
-
-    def explain(self) -> dict[str, str]:
-        """Return the choice and its reason."""
-        choice = "decode steps take chunks along" if self.on else "decode and prefill go apart"
-        return {"choice": choice, "detail": "", "reason": self.reason}
+    YES: ClassVar[str] = "decode steps take chunks along"
+    NO: ClassVar[str] = "decode and prefill go apart"
 
 
 def decide(bound: BoundModel) -> Mixing:
@@ -62,12 +56,9 @@ def _known(bound: BoundModel) -> Mixing | None:
 def _rehearsed(bound: BoundModel) -> Mixing:
     """Run decode steps beside chunks, in one forward and in two, and compare."""
     long, short = rehearsal.prompts(bound)
+
+    def trial() -> None:
+        compare(bound, *rehearsal.beside(bound, long, short), "a row in a mixed forward")
+
     with contextlib.closing(Swap(bound.model.modules())):
-        try:
-            compare(bound, *rehearsal.beside(bound, long, short), "a row in a mixed forward")
-        except ModelNotBatchable as refusal:
-            return Mixing(reason=refusal.reason, layer=refusal.layer)
-        except Exception as error:  # noqa: BLE001 - whatever a model does with caches that it does not know
-            line = line_of(error, bound.model) or "a mixed forward"
-            return Mixing(reason=f"{line} raises {type(error).__name__}: {error}")
-    return Mixing(on=True, reason="bind probe")
+        return Mixing.tried(bound, trial, "a mixed forward", "bind probe")

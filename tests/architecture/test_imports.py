@@ -15,7 +15,7 @@ ORDER = (
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
     | {"preparing", "compiled"},
     {"rebuild", "relief"},
-    {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "intake"}
+    {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "finding", "intake"}
     | {"driver", "gauges", "mailbox", "handle", "models"},
     {"engine"},
     {"aio"},
