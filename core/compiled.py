@@ -63,7 +63,7 @@ class CompiledStep:
     def __init__(self, model: Any) -> None:
         """Compile nothing yet."""
         self._tracing = _Tracing(model)
-        self._function: Any = None
+        self._function = self._tracing.compiled()
 
     @property
     def traces(self) -> int:
@@ -73,18 +73,13 @@ class CompiledStep:
     def __call__(self, caches: Sequence[Any], ids: mx.array, starts: Positions) -> mx.array:
         """Forward ids uint32 ``[B, 1]`` and return logits ``[B, 1, V]``. The caches have begun; `settle` must follow.
 
-        Nothing is evaluated here. What is raised leaves the caches as they were, and drops all traces: MLX keeps what
-        it began to trace, and would replay that.
+        Nothing is evaluated here. What is raised leaves the caches as they were.
         """
         rooms = [room for cache in caches if (room := cache.fixed_columns(starts.longest + 1)) is not None]
         columns = min([reading(starts.longest + 1), *rooms])
-        self._function = self._function or self._tracing.compiled()
         self._tracing.caches = caches
         try:
             logits, written = self._function(ids, starts.array, [cache.planes for cache in caches], columns)
-        except Exception:
-            self._function = None
-            raise
         finally:
             self._tracing.caches = ()
         for cache, planes in zip(caches, written, strict=True):
