@@ -75,6 +75,18 @@ def tiny():
     return models.build("tiny-full")
 
 
+@pytest.fixture(scope="module")
+def prompts():
+    """Ragged prompts for `tiny`."""
+    return models.prompts((9, 30, 41, 3, 17), 96, seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(request, tiny, prompts):
+    """What mlx-lm gives each of them alone: as many tokens as the module's ``TOKENS`` says."""
+    return [models.serial(tiny, prompt, request.module.TOKENS) for prompt in prompts]
+
+
 @pytest.fixture
 def successor():
     return Successor()

@@ -22,16 +22,6 @@ TOKENS = 48
 LONG = 600
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    return models.prompts((9, 30, 41, 3, 17), 96, seed=3)
-
-
-@pytest.fixture(scope="module")
-def alone(tiny, prompts):
-    return [models.serial(tiny, prompt, TOKENS) for prompt in prompts]
-
-
 @pytest.fixture
 def compiled(engines):
     """Open an engine whose decode steps are compiled."""

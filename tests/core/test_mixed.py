@@ -15,16 +15,6 @@ from oarlock.methods.plain import PlainDecoding, PlainOptions
 TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    return models.prompts((9, 30, 41, 3, 17), 96, seed=3)
-
-
-@pytest.fixture(scope="module")
-def alone(tiny, prompts):
-    return [models.serial(tiny, prompt, TOKENS) for prompt in prompts]
-
-
 @pytest.fixture
 def watched():
     """Build a tiny model that calls ``called(ids, cache)`` before each forward."""
