@@ -55,6 +55,13 @@ class Case:
                 with contextlib.suppress(LayoutRefused):
                     yield attrs.evolve(self, subject=Subject(layout.name)).layers()
 
+    def by_default(self) -> Layers | None:
+        """Bind the same layers with the layout's default options; None where those are its own, or refuse the layers."""
+        if self.subject.options:
+            with contextlib.suppress(LayoutRefused):
+                return attrs.evolve(self, subject=attrs.evolve(self.subject, options={})).layers()
+        return None
+
     @property
     def attends(self) -> bool:
         """Whether the caches are what one attention asks: no parts, and as mlx-lm has them."""

@@ -168,6 +168,9 @@ class Forwards:
             for toy, cache in zip(rows.layers.toys, rows.caches, strict=True):
                 mask = _per_head(cache.make_mask(width, return_array=True), added)  # type: ignore[attr-defined]
                 fetched = toy.append(cache, np.array(new))  # type: ignore[attr-defined]
+                for read, size in zip(fetched, (toy.info.key_dim, toy.info.value_dim), strict=True):
+                    shape = (2, toy.info.kv_heads, mask.shape[-1], size)
+                    rows.require(tuple(read.shape) == shape, f"what is read has shape {read.shape}, not {shape}")
                 seen.append(number(toy.attend(np.array(new), *fetched, mask)))  # type: ignore[attr-defined]
             rows.check_seen(new, seen)
             rows.commit([0, 0])

@@ -104,6 +104,24 @@ class Membership:
         rows.log.append(f"a join into {slots} was refused")
         rows.check()
 
+    def test_rows_of_other_options_are_refused_or_stored_as_here(self, case: Case) -> None:
+        """The layout's options and its default ones, either way round: ValueError or TypeError, or the bytes of here."""
+        mine, default = case.layers(), case.by_default()
+        for here, there in ((mine, default), (default, mine)) if default else ():
+            for length in (3, 40):
+                rows, other = here.open(), there.open()
+                other.enter(length)
+                try:
+                    rows.join(other)
+                except (ValueError, TypeError):
+                    rows.check()
+                    continue
+                rows.compact()
+                for bound, cache in zip(here.bound, rows.caches, strict=True):
+                    said = bound.layout.bytes_at(bound.info, bound.options, length)
+                    rows.require(cache.nbytes == said, f"a row of other options has {cache.nbytes} bytes, not {said}")
+                rows.step([2])
+
     @pytest.mark.parametrize("indices", ORDERS, ids=lambda indices: "".join(map(str, indices)) or "none")
     def test_rows_are_kept_in_any_order(self, case: Case, indices: list[int]) -> None:
         """Whatever order is asked for; they go on, and others join."""
@@ -118,6 +136,18 @@ class Membership:
         rows.enter(2)
         for _ in range(case.window):
             rows.step([1] * rows.count)
+
+    @pytest.mark.parametrize("indices", [[1, 3], [4, 1], [0, 2, 4]], ids=str)
+    def test_what_rows_of_one_length_left_is_not_read(self, case: Case, indices: list[int]) -> None:
+        """They stand side by side in no more room than they need; those that stay have others' room between them."""
+        rows = case.layers().open()
+        rows.add(5)
+        for _ in range(3):
+            rows.step([14] * 5)
+        rows.compact()
+        rows.keep(indices)
+        rows.check()
+        rows.step([1] * len(indices))
 
     def test_rows_leave_before_their_first_token(self, case: Case) -> None:
         """Filtered right after they were made, then prefilled."""

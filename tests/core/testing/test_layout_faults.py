@@ -14,9 +14,11 @@ from oarlock.layouts.full import FullCache, FullLayout
 from oarlock.layouts.packed import KeysValues
 from oarlock.layouts.planes import column_bytes
 from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout
+from oarlock.layouts.reads import RowReads
 from oarlock.layouts.recurrent import RecurrentCache, RecurrentLayout
 from oarlock.layouts.rings import Ring
 from oarlock.layouts.rotating import RotatingCache, RotatingLayout
+from oarlock.layouts.tables import Plan
 
 # --- full --------------------------------------------------------------------------------------------------
 
@@ -566,3 +568,54 @@ def test_other_codes_show_beside_the_tolerance():
         tolerance = 0.02
 
     assert next(violations(Planted, "test_a_lone_row"), None)
+
+
+class JoinsWhatWasPacked(DelayedCache):
+    """Takes rows that are packed at other lengths."""
+
+    def join(self, other, slots):
+        super().join(DelayedCache(other._parts, self.stop), slots)
+
+
+class Lenient(DelayedLayout):
+    """Opens such caches."""
+
+    def open(self, layer, options, *, slots, window):
+        opened = super().open(layer, options, slots=slots, window=window)
+        return JoinsWhatWasPacked(opened._parts, opened.stop)
+
+
+def test_rows_of_other_options_show_in_their_bytes():
+    class Planted(LayoutContract):
+        layout = Lenient()
+        options: ClassVar = {"start": 18}
+
+    assert next(violations(Planted, "test_rows_of_other_options"), None)
+
+
+def test_a_handle_of_another_shape_shows(monkeypatch):
+    """Uneven rows of `paged` are read row by row, so nothing but the kit looks at the shape."""
+
+    class Planted(LayoutContract):
+        layout = "paged"
+
+    made = RowReads.__init__
+
+    def narrow(self, pages, plan, name):
+        made(self, pages, plan, name)
+        self.shape = (*self.shape[:2], plan.starts.longest, self.shape[3])
+
+    monkeypatch.setattr(RowReads, "__init__", narrow)
+    assert next(violations(Planted, "test_masks_of"), None)
+
+
+def test_a_view_past_the_last_block_shows(monkeypatch):
+    class Planted(LayoutContract):
+        layout = "paged"
+
+    def anywhere(plan):
+        first, *others = (share.first for share in plan.rows)
+        return (first, others[0] - first if others else 1) if plan.starts.equal else None
+
+    monkeypatch.setattr(Plan, "_spacing", anywhere)
+    assert next(violations(Planted, "test_what_rows_of_one_length_left"), None)
