@@ -11,6 +11,7 @@ import pytest
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.forwards import DRAFT
 from oarlock.core.testing.layouts.rows import Rows
+from oarlock.core.testing.layouts.storage import enter_unchecked
 from oarlock.core.testing.layouts.toys import KEY, KV_HEADS
 
 ORDERS: Sequence[Sequence[int]] = (
@@ -110,17 +111,16 @@ class Membership:
         for here, there in ((mine, default), (default, mine)) if default else ():
             for length in (3, 40):
                 rows, other = here.open(), there.open()
-                other.enter(length)
+                enter_unchecked(other, length)  # what is exact enough is said of the layout's own options
                 try:
                     rows.join(other)
                 except (ValueError, TypeError):
-                    rows.check()
+                    rows.check_counts()
                     continue
                 rows.compact()
                 for bound, cache in zip(here.bound, rows.caches, strict=True):
                     said = bound.layout.bytes_at(bound.info, bound.options, length)
                     rows.require(cache.nbytes == said, f"a row of other options has {cache.nbytes} bytes, not {said}")
-                rows.step([2])
 
     @pytest.mark.parametrize("indices", ORDERS, ids=lambda indices: "".join(map(str, indices)) or "none")
     def test_rows_are_kept_in_any_order(self, case: Case, indices: list[int]) -> None:
