@@ -45,13 +45,17 @@ class Toy(Protocol):
 
 @attrs.define(eq=False)
 class Attention:
-    """Attention of any kind that sees positions up to its own: all, a window with sinks, or a block."""
+    """Attention of any kind that sees positions up to its own: all, a window with sinks, or a block.
+
+    ``together``: by a mask of its own, all tokens of one forward see what the first of them sees.
+    """
 
     info: LayerInfo
     keys: np.ndarray
     values: np.ndarray
     queries: np.ndarray
     sinks: mx.array | None = None
+    together: bool = False
 
     @classmethod
     def of(cls, info: LayerInfo, *, levels: bool) -> Attention:
@@ -70,7 +74,8 @@ class Attention:
         """Ask the cache, after a chunked one dropped what no row needs."""
         if self.info.kind == "chunked":
             cache.maybe_trim_front()
-        return cache.make_mask(width)
+        mask = cache.make_mask(width, return_array=self.together)
+        return mx.broadcast_to(mask[..., :1, :], mask.shape) if self.together and mask is not None else mask
 
     def forward(self, cache: Any, ids: np.ndarray, mask: Any) -> mx.array:
         """Append and attend."""
@@ -106,7 +111,8 @@ class Attention:
         queries = self.queries[held[-n:]].astype(np.float64)  # (n, QUERY_HEADS, D)
         scores = np.einsum("nhd,thd->hnt", queries, keys) * self.info.key_dim**-0.5
         places = np.arange(len(tokens))
-        scores = np.where(self.visible(places[-n:, None], places), scores, -np.inf)
+        seen_from = places[-n:, None] if not self.together else places[-n]
+        scores = np.where(self.visible(seen_from, places), scores, -np.inf)
         if self.sinks is not None:
             sink = np.broadcast_to(np.array(self.sinks, dtype=np.float64)[:, None, None], (*scores.shape[:2], 1))
             scores = np.concatenate([scores, sink], axis=-1)

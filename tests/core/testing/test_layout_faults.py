@@ -619,3 +619,13 @@ def test_a_view_past_the_last_block_shows(monkeypatch):
 
     monkeypatch.setattr(Plan, "_spacing", anywhere)
     assert next(violations(Planted, "test_what_rows_of_one_length_left"), None)
+
+
+def test_a_mask_that_nobody_heeds_shows(monkeypatch):
+    class Planted(LayoutContract):
+        layout = "paged"
+
+    attend = RowReads.attend
+    monkeypatch.setattr(RowReads, "attend", lambda self, q, scale, mask, sinks: attend(self, q, scale, "causal", sinks))
+    assert next(violations(Planted, "test_a_mask_that"), None)
+    assert next(violations(Planted, "test_rows_of_different"), None) is None
