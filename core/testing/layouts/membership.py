@@ -11,7 +11,7 @@ import pytest
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.forwards import DRAFT
 from oarlock.core.testing.layouts.rows import Rows
-from oarlock.core.testing.layouts.storage import enter_unchecked
+from oarlock.core.testing.layouts.storage import enter_unchecked, forward_unchecked
 from oarlock.core.testing.layouts.toys import KEY, KV_HEADS
 
 ORDERS: Sequence[Sequence[int]] = (
@@ -137,13 +137,13 @@ class Membership:
         for _ in range(case.window):
             rows.step([1] * rows.count)
 
-    @pytest.mark.parametrize("indices", [[1, 3], [4, 1], [0, 2, 4]], ids=str)
+    @pytest.mark.parametrize("indices", [[9, 1], [1, 7, 13], [13, 7, 1], [4, 7, 6]], ids=str)
     def test_what_rows_of_one_length_left_is_not_read(self, case: Case, indices: list[int]) -> None:
         """They stand side by side in no more room than they need; those that stay have others' room between them."""
         rows = case.layers().open()
-        rows.add(5)
-        for _ in range(3):
-            rows.step([14] * 5)
+        rows.add(14)
+        while (done := rows.lengths[0]) < 40:
+            forward_unchecked(rows, [rows.layers.longest(done, 40 - done)] * 14)
         rows.compact()
         rows.keep(indices)
         rows.check()
