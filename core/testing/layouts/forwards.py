@@ -175,17 +175,22 @@ class Forwards:
             rows.check_seen(new, seen)
             rows.commit([0, 0])
 
-    def test_a_mask_that_hides_more_is_heeded(self, case: Case) -> None:
-        """Where a model lets all tokens of a forward see what its first one sees: prompts, drafts, padded windows."""
+    @pytest.mark.parametrize("together", [False, True], ids=["as they are", "cut"])
+    def test_masks_as_arrays_are_heeded(self, case: Case, together: bool) -> None:
+        """In prompts, drafts, padded windows, where one of like rows waits; as they are, and where a model hides more."""
         if not case.attends:
             return
         layers = case.layers()
         for toy in layers.toys:
-            toy.together = True  # type: ignore[attr-defined]
+            toy.arrays, toy.together = True, together  # type: ignore[attr-defined]
         rows = layers.open(window=DRAFT)
         rows.enter(9, 2)
         rows.step([3, 3], [1, 3])
         rows.step([1, 4])
+        rows = layers.open(window=DRAFT)
+        rows.enter(*[min(layers.stops, default=9)] * 2)
+        rows.step([0, 1], [0, 0])
+        rows.step([0, 3])
 
     def test_a_window_is_cut_anywhere(self, case: Case) -> None:
         """Each row keeps what it likes of a draft (recurrent ones all or nothing), again and again, past every wrap."""

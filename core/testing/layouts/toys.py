@@ -47,7 +47,8 @@ class Toy(Protocol):
 class Attention:
     """Attention of any kind that sees positions up to its own: all, a window with sinks, or a block.
 
-    ``together``: by a mask of its own, all tokens of one forward see what the first of them sees.
+    ``arrays``: it asks for masks as arrays; ``together``: and makes of them one by which all tokens of a forward see
+    what the first of them sees.
     """
 
     info: LayerInfo
@@ -55,6 +56,7 @@ class Attention:
     values: np.ndarray
     queries: np.ndarray
     sinks: mx.array | None = None
+    arrays: bool = False
     together: bool = False
 
     @classmethod
@@ -74,7 +76,7 @@ class Attention:
         """Ask the cache, after a chunked one dropped what no row needs."""
         if self.info.kind == "chunked":
             cache.maybe_trim_front()
-        mask = cache.make_mask(width, return_array=self.together)
+        mask = cache.make_mask(width, return_array=self.arrays)
         return mx.broadcast_to(mask[..., :1, :], mask.shape) if self.together and mask is not None else mask
 
     def forward(self, cache: Any, ids: np.ndarray, mask: Any) -> mx.array:

@@ -545,20 +545,39 @@ class PacksEarly(DelayedCache):
         self._pack([row for row, n in enumerate(self.plain.tokens) if n == self.stop])
 
 
-class Early(DelayedLayout):
-    """Opens such caches."""
+class JoinsWhatWasPacked(DelayedCache):
+    """Takes rows that are packed at other lengths."""
 
-    def open(self, layer, options, *, slots, window):
-        opened = super().open(layer, options, slots=slots, window=window)
-        return PacksEarly(opened._parts, opened.stop)
+    def join(self, other, slots):
+        super().join(DelayedCache(other._parts, self.stop), slots)
 
 
-def test_a_storage_that_changes_too_early_shows_in_its_bytes():
+class ProjectsEarly(DelayedCache):
+    """Counts a row twice at its stop already."""
+
+    def rooms(self, tokens):
+        return super().rooms([n + (n == self.stop) for n in tokens])
+
+
+@pytest.mark.parametrize(
+    ("cache", "clause"),
+    [
+        (PacksEarly, "test_bytes_change"),
+        (JoinsWhatWasPacked, "test_rows_of_other_options"),
+        (ProjectsEarly, "test_a_row_to_come"),
+    ],
+)
+def test_a_fault_of_a_storage_that_changes_shows(cache, clause):
+    class Opens(DelayedLayout):
+        def open(self, layer, options, *, slots, window):
+            opened = super().open(layer, options, slots=slots, window=window)
+            return cache(opened._parts, opened.stop)
+
     class Planted(LayoutContract):
-        layout = Early()
+        layout = Opens()
         options: ClassVar = {"start": 18}
 
-    assert next(violations(Planted, "test_bytes_change"), None)
+    assert next(violations(Planted, clause), None)
 
 
 def test_other_codes_show_beside_the_tolerance():
@@ -568,29 +587,6 @@ def test_other_codes_show_beside_the_tolerance():
         tolerance = 0.02
 
     assert next(violations(Planted, "test_a_lone_row"), None)
-
-
-class JoinsWhatWasPacked(DelayedCache):
-    """Takes rows that are packed at other lengths."""
-
-    def join(self, other, slots):
-        super().join(DelayedCache(other._parts, self.stop), slots)
-
-
-class Lenient(DelayedLayout):
-    """Opens such caches."""
-
-    def open(self, layer, options, *, slots, window):
-        opened = super().open(layer, options, slots=slots, window=window)
-        return JoinsWhatWasPacked(opened._parts, opened.stop)
-
-
-def test_rows_of_other_options_show_in_their_bytes():
-    class Planted(LayoutContract):
-        layout = Lenient()
-        options: ClassVar = {"start": 18}
-
-    assert next(violations(Planted, "test_rows_of_other_options"), None)
 
 
 def test_a_handle_of_another_shape_shows(monkeypatch):
@@ -627,5 +623,5 @@ def test_a_mask_that_nobody_heeds_shows(monkeypatch):
 
     attend = RowReads.attend
     monkeypatch.setattr(RowReads, "attend", lambda self, q, scale, mask, sinks: attend(self, q, scale, "causal", sinks))
-    assert next(violations(Planted, "test_a_mask_that"), None)
+    assert next(violations(Planted, "test_masks_as_arrays"), None)
     assert next(violations(Planted, "test_rows_of_different"), None) is None
