@@ -161,7 +161,7 @@ class Room:
         """Of caches without rows: exactly what `bytes_at` says, more only where a row is stored in two ways on its way."""
         rows = case.layers().open()
         for bound, cache in zip(rows.layers.bound, rows.caches, strict=True):
-            for length in (*LENGTHS, *rows.layers.stops):
+            for length in (*LENGTHS, GROWN[0], *rows.layers.stops):
                 said, exact = (
                     bound.layout.bytes_at(bound.info, bound.options, length),
                     cache.projected([length], exact=True),

@@ -167,6 +167,13 @@ class ProjectsToday(FullCache):
         return super().projected(tokens, exact=True) if exact else max(self.nbytes, 1 << 21)
 
 
+class ProjectsAtMost(FullCache):
+    """Says what growth may come to where it is asked for the bytes of rows that are reserved for."""
+
+    def projected(self, tokens, *, exact=False):
+        return super().projected(tokens)
+
+
 class ReservesForItsOwn(FullCache):
     """Makes no room for who will join."""
 
@@ -494,6 +501,7 @@ PLANTED = [
     (Cached(GivesNothingBack), "test_compacted_is"),
     (Cached(ReservesLess), "test_compacted_is"),
     (KnowsNoGeometry, "test_a_row_to_come"),
+    (Cached(ProjectsAtMost), "test_a_row_to_come"),
     (CountsOneLess, "test_a_row_to_come"),
     (CountsOneLess, "test_bytes_are"),
     (Holds, "test_everything_is_released"),
