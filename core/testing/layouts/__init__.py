@@ -23,6 +23,7 @@ from oarlock.core.contracts.layout import CacheLayout
 from oarlock.core.testing.layouts import lives
 from oarlock.core.testing.layouts.cases import Case, Subject
 from oarlock.core.testing.layouts.forwards import Forwards
+from oarlock.core.testing.layouts.masks import Masks
 from oarlock.core.testing.layouts.membership import Membership
 from oarlock.core.testing.layouts.room import Room
 from oarlock.core.testing.layouts.storage import Storage
@@ -30,7 +31,7 @@ from oarlock.core.testing.layouts.storage import Storage
 __all__ = ["LayoutContract", "violations"]
 
 
-class LayoutContract(Forwards, Membership, Storage, Room):
+class LayoutContract(Forwards, Masks, Membership, Storage, Room):
     """What a layout promises, clause by clause; subclass it, name a ``layout``, and let pytest find the subclass.
 
     ``layout`` is an object, or the name of an installed one; ``options`` as they stand in a config file.
