@@ -172,7 +172,7 @@ class Membership:
     def test_taken_rows_are_caches_of_their_own(self, case: Case, indices: list[int]) -> None:
         """Both sides go on, each with its own tokens."""
         rows = case.layers().open()
-        rows.enter(14, 2, 9, 0)
+        rows.enter(14, 2, 14, 0)
         rows.step([1] * 4)
         part = rows.take(indices)
         part.check()

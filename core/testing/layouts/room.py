@@ -147,11 +147,16 @@ class Room:
 
     @pytest.mark.parametrize("length", [0, 40, 257])
     def test_a_row_that_comes_back_is_projected(self, case: Case, length: int) -> None:
-        """Restored, it knows its own bytes and what it will take; what is projected is never less than there is."""
+        """Restored, it knows its own bytes and what it will take: no less than there is, no more than a new row beside."""
         rows = case.layers(large=True).open()
         rows.enter(length)
         back = rows.restored(rows.states(0), list(rows.pieces[0]))
         said = [cache.projected([400]) for cache in back.caches]
+        for cache, new, most in zip(back.caches, rows.layers.open().caches, said, strict=True):
+            beside = cache.nbytes + new.projected([400])
+            rows.require(
+                most <= beside, f"a row of {length} tokens that comes back is to take {most} bytes, not {beside}"
+            )
         self._at_most(back, said)
         if length:
             _grow(back, [400])
