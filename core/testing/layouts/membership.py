@@ -78,10 +78,14 @@ class Membership:
         for slots in ([0], [3], [2, 3], []):
             self._refused(rows, other.caches[0], slots)
         self._refused(rows, object(), [2])
-        strange: list[dict[str, Any]] = [{"kv_heads": 2 * KV_HEADS}, {"kv_heads": 1}, {"value_dim": KEY}]
-        strange.append({"dtype": mx.float16})
-        if case.kind == "rotating":
+        strange: list[dict[str, Any]] = []
+        if case.attends:
+            strange = [{"kv_heads": 2 * KV_HEADS}, {"kv_heads": 1}, {"value_dim": KEY}, {"dtype": mx.float16}]
+        if case.attends and case.kind == "rotating":
             strange += [{"window": case.window + 1}, {"keep": 1}]
+        if case.kind == "composite":
+            *first, last = case.changes["parts"]
+            strange += [{"parts": (*first, kind)} for kind in ("full", "rotating") if kind != last]
         if case.kind == "recurrent":
             for states in (1, 3):
                 stranger = case.layers(slots=states).open()
@@ -91,7 +95,7 @@ class Membership:
             stranger = layers.open()
             stranger.add(1)
             self._refused(rows, stranger.caches[0], [2])
-        for changes in strange if case.attends else []:
+        for changes in strange:
             stranger = case.layers(**changes).open()
             stranger.enter(3)
             self._refused(rows, stranger.caches[0], [2])

@@ -9,6 +9,7 @@ import pytest
 
 from oarlock.core.contracts.layout import Positions, RowState
 from oarlock.core.testing.layouts import LayoutContract, violations
+from oarlock.layouts.composite import CompositeCache, CompositeLayout
 from oarlock.layouts.delayed import DelayedCache, DelayedLayout
 from oarlock.layouts.full import FullCache, FullLayout
 from oarlock.layouts.packed import KeysValues
@@ -466,6 +467,23 @@ class AddsNoMask(QuantizedLayout):
         return HandsOutBooleans(slots, cache.format, attends=cache.attends).sized(cache.column_bytes)
 
 
+class JoinsByHalves(CompositeCache):
+    """Leaves the rows in those parts that took them where a later part refuses."""
+
+    def join(self, other, slots):
+        if not isinstance(other, CompositeCache):
+            super().join(other, slots)
+        for part, theirs in zip(self.caches, other.caches, strict=True):
+            part.join(theirs, slots)
+
+
+class Composed(CompositeLayout):
+    """Opens such caches."""
+
+    def open(self, layer, options, *, slots, window):
+        return JoinsByHalves(super().open(layer, options, slots=slots, window=window).caches)
+
+
 PLANTED = [
     (Cached(SeesPadding), "test_rows_of_different_lengths"),
     (Cached(DropsAColumn), "test_a_stored_row_survives"),
@@ -481,6 +499,7 @@ PLANTED = [
     (Cached(FiltersBelowZero), "test_rows_leave_before"),
     (Cached(JoinsAnywhere), "test_a_join_that_cannot_be"),
     (Cached(TakesAnyGeometry), "test_a_join_that_cannot_be"),
+    (Composed, "test_a_join_that_cannot_be"),
     (Cached(OnePosition), "test_positions_are"),
     (Cached(GivesNothingBack), "test_what_is_not_needed"),
     (Cached(CopiesItAll), "test_no_change_copies"),
