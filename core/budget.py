@@ -75,6 +75,14 @@ class Budget:
         needed += self.bound.bytes_at(max(*preparing.known, known)) if preparing.rows else 0  # taken out one by one
         return needed <= self.limit * (1 if row.preempted else self.overcommit)
 
+    def rebuilds(self, rows: Sequence[Row]) -> bool:
+        """Return whether rows can be built anew together, two steps included: as a cohort, and moved into a group."""
+        if self.limit is None or len(rows) < 2:
+            return True
+        tokens = [len(row.known_ids) + 2 for row in rows]
+        twice = 2 * self._of(Holding((), rows, tokens), tokens, exact=False)
+        return twice + self.bound.bytes_at(max(tokens)) <= self.limit
+
     def relieves(self, running: Holding, preparing: Holding) -> bool:
         """Return whether the next step fits, with caches cut to what it needs where they grow too far by themselves."""
         if self.limit is None:

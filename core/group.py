@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
 from oarlock.core.mixed import Work
 from oarlock.core.pace import Pace
-from oarlock.core.publication import publish
+from oarlock.core.publication import Publisher
 from oarlock.core.recording import StepLog
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
@@ -57,7 +58,7 @@ class ExecutionGroup:
         self.compiled = CompiledRows(bound, self.recovery)
         self.log = StepLog()
         self.pace = Pace(bound.config.scheduler.stall_bound_ms / 1e3, emitter.clock)
-        self._store = store
+        self.states = Publisher(store, bound.identity, bound.config.state_cache.publish_min_tokens)
         self._released = released
         self._rows: list[Row] = []
         self._method: GroupedMethod | None = None
@@ -111,10 +112,9 @@ class ExecutionGroup:
 
     def sample(self, logits: mx.array, live: Sequence[bool]) -> PendingDraw:
         """Sample one token per running row and count it for the live ones."""
-        before = time.perf_counter()
-        self._samplers.set_rows(self._rows)
-        draw = self._samplers.draw(logits, live, self.log.times)
-        self.log.times.build += time.perf_counter() - before
+        with self.log.times.spent("build"):
+            self._samplers.set_rows(self._rows)
+            draw = self._samplers.draw(logits, live, self.log.times)
         for row, real in zip(self._rows, draw.real, strict=True):
             row.sampled += real
         return draw
@@ -134,13 +134,13 @@ class ExecutionGroup:
         self._conclude(row)
 
     def retire(self) -> None:
-        """Publish and drop the rows that are over: after all were emitted, before anything moves."""
+        """Take the states of the rows that are over and drop them: after all were emitted, before anything moves."""
         survivors = [i for i, row in enumerate(self._rows) if not row.over]
         if len(survivors) == len(self._rows) or self._method is None:
             return
         for place, row in enumerate(self._rows):
-            if row.over and row.reason not in (None, FinishReason.CANCELLED):
-                self._publish(place, row)
+            if row.over:
+                self.states.take(self._method.caches(), place, row, row.coverage)
         self._keep(survivors, discard=False)
 
     # --- what the driver asks ------------------------------------------------------------------------------
@@ -181,6 +181,7 @@ class ExecutionGroup:
         """Read and emit what is in flight."""
         if self._method is not None and self._rows:
             self._method.flush()
+            self.states.settle()
 
     @property
     def mixes(self) -> bool:
@@ -202,9 +203,11 @@ class ExecutionGroup:
         assert self._method is not None
         self._advances += 1
         if self._advances % CLEAR_EVERY == 1:
-            self._store.boundary()
+            self.states.store.boundary()
         self._drop_cancelled()
-        self.recovery.run(partial(self._method.advance, work), lambda: self._rows, self._reject)
+        if self._rows:
+            with self.states.settling():
+                self.recovery.run(partial(self._method.advance, work), lambda: self._rows, self._reject)
         if self.emitter.observers.attribution:
             with self.log.times.spent("read"):
                 mx.synchronize()
@@ -212,6 +215,8 @@ class ExecutionGroup:
             # What a model writes and never reads is no part of a step's evaluation: its graph would only grow.
             self.evaluate()
             mx.clear_cache()
+        if not self._rows:
+            self.states.evaluate()
 
     def evaluate(self) -> None:
         """Wait until the caches are computed."""
@@ -246,6 +251,7 @@ class ExecutionGroup:
     def detach(self) -> tuple[list[Row], list[BatchCache]]:
         """Give up the running rows with their caches; nothing may be in flight that is still wanted."""
         rows, self._rows = self._rows, []
+        self.states.drop()
         caches: list[BatchCache] = []
         if self._method is not None:
             caches = list(self._method.caches())
@@ -255,7 +261,9 @@ class ExecutionGroup:
         return rows, caches
 
     def fail(self, error: BaseException) -> None:
-        """Reject every running row with ``error``; nothing of theirs is stored."""
+        """Reject every running row with ``error``; nothing of theirs is stored, but what rows before them left is."""
+        with contextlib.suppress(Exception):  # it says that those states are lost
+            self.states.evaluate()
         rows, _ = self.detach()
         for row in rows:
             row.error = row.error or (None if row.reason else error)
@@ -266,8 +274,7 @@ class ExecutionGroup:
         gone = [row for row in self._rows if row.cancelled and row.fault is None and row.stop_at is None]
         for row in gone:
             self.finish(row, FinishReason.CANCELLED)
-        if gone:
-            self.retire()
+        self.retire()
 
     def _reject(self, guilty: dict[int, Exception]) -> None:
         """Reject rows by place and drop them; first they get what was sampled before, and may be over with it."""
@@ -287,13 +294,6 @@ class ExecutionGroup:
         self._rows = [self._rows[i] for i in indices]
         if not self._rows:
             self._samplers.set_rows(())
-
-    def _publish(self, place: int, row: Row) -> None:
-        assert self._method is not None
-        minimum = self.config.state_cache.publish_min_tokens
-        if row.merged and row.prompt_tokens < minimum and row.request.session is None:
-            return
-        publish(self._store, self.bound.identity, self._method.caches(), place, row, row.coverage)
 
     def _conclude(self, row: Row) -> None:
         if self.emitter.conclude(row):

@@ -19,7 +19,7 @@ from oarlock.core.group import ExecutionGroup, compacted
 from oarlock.core.mixed import Work
 from oarlock.core.planner import Chunk, shared_width
 from oarlock.core.preparing import Preparing, ending, spans
-from oarlock.core.publication import boundary, extract, publish, publish_boundary, restore
+from oarlock.core.publication import extract, restore
 from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
 from oarlock.core.request import FinishReason
@@ -63,7 +63,7 @@ class PrefillCohort:
         row.spans.begin("prefill.total", tokens=len(ids))
         with shared([row], "cache.lookup_restore", len(ids)):
             position, restored = restore(self._store, self._bound, row, ids)
-        snapshot = boundary(self._store, row, position, self._group.config.state_cache.publish_min_tokens)
+        snapshot = self._group.states.boundary(row, position)
         with shared([row], "prefill.batch_setup", position):
             self._add(restored)
         row.restart()
@@ -102,8 +102,8 @@ class PrefillCohort:
         return Work.of(self._caches, self._next(most), self.rows, partial(spans, list(self._preparing)))
 
     def holding(self) -> Holding:
-        """Return what the rows hold after the next forward."""
-        after = [min(len(each.ids), each.position + each.chunk_size) for each in self._preparing]
+        """Return what the rows hold after the next advance: a chunk, and a last token split off behind it."""
+        after = [min(len(each.ids), each.position + each.chunk_size + 1) for each in self._preparing]
         return Holding(self._caches, self.rows, after)
 
     def evict(self, row: Row) -> None:
@@ -226,6 +226,7 @@ class PrefillCohort:
                 self.published = self.published or row.generated > before
         mx.clear_cache()
         self._hand_over(finals, None)
+        self._group.states.settle()
 
     def _defers(self, rows: Sequence[Row]) -> bool:
         """Return whether the first token stays unread until the next decode step."""
@@ -238,10 +239,9 @@ class PrefillCohort:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
         for each in finals:
             row, place = each.row, self._preparing.index(each)
-            publish_boundary(self._store, self._bound.identity, row, each.boundary)
+            self._group.states.hold(row, each.ids, each.boundary)
             if row.over:
-                if row.reason is not None and row.reason is not FinishReason.CANCELLED:
-                    publish(self._store, self._bound.identity, self._caches, place, row, each.ids)
+                self._group.states.take(self._caches, place, row, each.ids)
                 self._conclude(row)
                 continue
             try:

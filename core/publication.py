@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
+import mlx.core as mx
 import structlog
 
 from oarlock.core.contracts.layout import BatchCache, RowState
@@ -107,15 +110,6 @@ def state_key(identity: str, row: Row) -> dict[str, str]:
     return {"identity": identity, "adapter": row.request.adapter or "", "namespace": row.namespace}
 
 
-def publish(
-    store: StateCache, identity: str, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]
-) -> None:
-    """Store the state of the row at ``place`` under exactly ``tokens``, unless `extract` drops it."""
-    states = extract(store, caches, place, row, tokens)
-    if states is not None:
-        store.publish(state_key(identity, row), list(tokens), states)
-
-
 def extract(
     store: StateCache, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]
 ) -> list[RowState] | None:
@@ -136,20 +130,6 @@ def extract(
         _log.warning("state_not_stored", request_id=row.id, error=repr(error))
         return None
     return states if all(state.tokens == len(tokens) for state in states) else None
-
-
-def boundary(store: StateCache, row: Row, position: int, minimum: int) -> int | None:
-    """Return the prompt position whose state is worth storing: all but the last token, where that is long enough."""
-    found = row.prompt_tokens - 1
-    if not row.reuses_prefix or found < max(1, minimum) or found <= position:
-        return None
-    return found if store.keeps(row) else None
-
-
-def publish_boundary(store: StateCache, identity: str, row: Row, states: Sequence[RowState] | None) -> None:
-    """Store the boundary's state of a row whose first token shows that it is sound."""
-    if states is not None and row.error is None and row.reason is not FinishReason.CANCELLED:
-        store.publish(state_key(identity, row), list(row.prompt_ids[: states[0].tokens]), states)
 
 
 def restore(store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]) -> tuple[int, list[BatchCache] | None]:
@@ -174,3 +154,76 @@ def restore(store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]) 
         _log.warning("prefix_not_restored", request_id=row.id, error="the stored state has another length")
         return 0, None
     return length, caches
+
+
+@attrs.frozen
+class _Entry:
+    row: Row
+    tokens: Sequence[int]
+    states: Sequence[RowState]
+
+
+class Publisher:
+    """Stores rows' states once the device has answered for them, and holds them until then.
+
+    A row ends while the step behind its last token is computed, and its state has that step's column. If the step fails
+    the state is wrong, whoever reads it later.
+    """
+
+    def __init__(self, store: StateCache, identity: str, minimum: int) -> None:
+        self.store = store
+        self._identity = identity
+        self._minimum = minimum
+        self._held: list[_Entry] = []
+
+    def boundary(self, row: Row, position: int) -> int | None:
+        """Return the prompt position whose state is worth storing: all but the last token, where that is long enough."""
+        found = row.prompt_tokens - 1
+        if not row.reuses_prefix or found < max(1, self._minimum) or found <= position:
+            return None
+        return found if self.store.keeps(row) else None
+
+    def take(self, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]) -> None:
+        """Take the state of a row that is over; a short one that shared its forwards only where a session goes on."""
+        cancelled = row.reason in (None, FinishReason.CANCELLED)
+        short = row.merged and row.prompt_tokens < self._minimum and row.request.session is None
+        if not cancelled and not short:
+            self.hold(row, tokens, extract(self.store, caches, place, row, tokens))
+
+    def hold(self, row: Row, tokens: Sequence[int], states: Sequence[RowState] | None) -> None:
+        """Take ``states``, which cover the first of ``tokens``; None is what `extract` dropped."""
+        if states is not None:
+            self._held.append(_Entry(row, tokens[: states[0].tokens], states))
+
+    def awaited(self, row: Row) -> bool:
+        """Return whether a state is held that ``row`` may begin with."""
+        key, first = self._key(row), row.prompt_ids[0]
+        held = [each for each in self._held if each.tokens[0] == first] if row.reuses_prefix else []
+        return any(self._key(each.row) == key for each in held)
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[Sequence[_Entry]]:
+        """Store what is held now if the body, which reads what was dispatched so far, raises nothing; else drop it."""
+        held, self._held = self._held, []
+        yield held
+        for each in held:
+            if each.row.error is None and each.row.reason is not FinishReason.CANCELLED:
+                self.store.publish(self._key(each.row), list(each.tokens), each.states)
+
+    def settle(self) -> None:
+        """Store what is held: nothing is in flight."""
+        with self.settling():
+            pass
+
+    def evaluate(self) -> None:
+        """Wait for what is held, and store it: no step will be read after it."""
+        if self._held:
+            with self.settling() as held:
+                mx.eval([array for each in held for state in each.states for array in state.arrays().values()])
+
+    def drop(self) -> None:
+        """Forget what is held: it cannot be trusted."""
+        self._held = []
+
+    def _key(self, row: Row) -> dict[str, str]:
+        return state_key(self._identity, row)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from oarlock.core.contracts.layout import BatchCache
     from oarlock.core.contracts.state_cache import StateCache
     from oarlock.core.group import ExecutionGroup
+    from oarlock.core.relief import Relief
     from oarlock.core.row import Row
 
 _log = structlog.get_logger(__name__)
@@ -31,17 +32,23 @@ _log = structlog.get_logger(__name__)
 class Rebuild:
     """Builds rows again whose state cannot be trusted. What they emit on the way is delivered: nothing comes twice.
 
-    At most 2 * log2(B) + 1 retries for each guilty row. After ``limit`` recoveries in a row that found nobody guilty,
+    At most 2 * log2(B) + 1 retries for each guilty row. Where the budget of bytes has no room for all of them at once they
+    are built in portions, and who was proved waits in the queue. After ``limit`` recoveries in a row that found nobody guilty,
     without a request finished in between, it gives up with `errors.RecoveriesExhausted`.
     """
 
-    group: ExecutionGroup
+    relief: Relief
     store: StateCache
     conclude: Callable[[Row], None]
     limit: int
     _apart: list[tuple[list[Row], list[BatchCache]]] = attrs.field(factory=list, init=False)
     _blameless: int = attrs.field(default=0, init=False)
     _completed: int = attrs.field(default=0, init=False)
+
+    @property
+    def group(self) -> ExecutionGroup:
+        """The running rows."""
+        return self.relief.group
 
     @contextlib.contextmanager
     def contained(
@@ -71,8 +78,9 @@ class Rebuild:
             return
         for row in (row for rows in suspects for row in rows):
             row.compiled = False  # it may have been the compiled step's
-        for rows in suspects:
-            if rows and not self._prove(rows):
+        for rows in self.relief.portions(suspects):
+            self._make_room(rows)
+            if not self._prove(rows):
                 self._blameless = 0
         if self._apart:
             self._unite()
@@ -88,8 +96,8 @@ class Rebuild:
         elif left:
             middle = len(left) // 2
             halves = [self._prove(half) for half in (left[:middle], left[middle:])]
-            if all(halves):
-                self._stop([row for row in left if not row.over], again)
+            if all(halves) and not any(row.over for row in left):
+                self._stop(left, again)
         return False
 
     def _try(self, rows: Sequence[Row]) -> Exception | None:
@@ -115,6 +123,15 @@ class Rebuild:
             mx.clear_cache()
             return again.with_traceback(None)
         return None
+
+    def _make_room(self, rows: Sequence[Row]) -> None:
+        """Let proved rows wait in the queue where ``rows`` cannot be built beside them."""
+        proved = [*self.group.rows, *(row for apart, _ in self._apart for row in apart)]
+        if proved and not self.relief.budget.rebuilds([*proved, *rows]):
+            self.group.detach()
+            self._apart = []
+            for row in sorted(proved, key=lambda row: -row.admitted_number):
+                self.relief.preempt(row)
 
     def _set_apart(self) -> None:
         """Put the rows that are proved aside while others are tried."""

@@ -5,7 +5,7 @@ A row that leaves waits at the head of the queue and is computed again from its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -43,10 +43,28 @@ class Relief:
                 preparation = preparation if preparation.rows else None
             elif not self.group.evict(row):
                 continue
-            row.preempted = True
-            self.preemptions += 1
-            self.put_back(row)
+            self.preempt(row)
         return preparation
+
+    def preempt(self, row: Row) -> None:
+        """Let a row whose state is gone wait at the head of the queue."""
+        row.preempted = True
+        self.preemptions += 1
+        self.put_back(row)
+
+    def portions(self, suspects: Sequence[Sequence[Row]]) -> list[list[Row]]:
+        """Cut sets of rows that lost their state into such as can be built anew at once, the newest first."""
+        if self.budget.rebuilds([row for rows in suspects for row in rows]):
+            return [list(rows) for rows in suspects if rows]
+        portions: list[list[Row]] = []
+        for rows in reversed(suspects):
+            fresh = True
+            for row in sorted(rows, key=lambda row: -row.admitted_number):
+                if fresh or not self.budget.rebuilds([row, *portions[-1]]):
+                    portions.append([])
+                portions[-1].insert(0, row)
+                fresh = False
+        return portions
 
     def _holdings(self, preparation: PrefillCohort | None) -> tuple[Holding, Holding]:
         return self.group.holding(), preparation.holding() if preparation is not None else Holding((), (), ())

@@ -6,6 +6,7 @@ from oarlock.core import Request, SamplingParams, hookimpl
 from oarlock.core.budget import Budget
 from oarlock.core.engine import Engine
 from oarlock.core.errors import NeverFits
+from oarlock.core.prefill import PrefillCohort
 from oarlock.core.testing import models
 
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -158,3 +159,25 @@ def test_rows_that_leave_a_preparation_for_an_empty_group_are_counted():
         watch.engine = engine
         assert [result.token_ids for result in engine.generate(asked)] == alone
     assert watch.most <= budget
+
+
+@pytest.mark.parametrize("tail_split", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_no_advance_goes_further_than_was_said(tiny, chunk, tail_split, monkeypatch):
+    """A last token that was split off is forwarded with the chunk before it."""
+    advance, seen = PrefillCohort.advance, []
+
+    def watched(self, work=None):
+        said = dict(zip((row.id for row in self.rows), self.holding().tokens, strict=True))
+        done = advance(self, work)
+        held = [(each.row.id, each.position) for each in self._preparing]
+        held += [(row.id, len(row.known_ids) - 1) for row in self._group.rows]
+        seen.extend((said[name], tokens) for name, tokens in held if name in said)
+        return done
+
+    monkeypatch.setattr(PrefillCohort, "advance", watched)
+    config = {"scheduler": {"prefill_chunk": chunk, "tail_split": tail_split, "verify": False, "mixed": False}}
+    with Engine(tiny, config=config) as engine:
+        engine.generate(requests()[:5])
+    assert seen
+    assert all(tokens <= said for said, tokens in seen)

@@ -120,6 +120,24 @@ def test_rows_that_fail_together_and_never_alone_are_stopped(engines, successor,
     assert engine.submit(ask(3, 4)).result().token_ids == counted(3, 4)
 
 
+def test_a_guilty_row_that_is_cancelled_leaves_nobody_to_blame(engines, successor, ask, counted):
+    """All failed with it and each half succeeds without it: that says nothing of the others."""
+    engine = engines(successor)
+
+    def consumer(event):
+        if engine.stats()["retries"] >= 2:  # the first half is being built
+            guilty.cancel()
+
+    first = engine.submit(ask(0, 60, on_token=consumer))
+    guilty = engine.submit(ask(37, 20))
+    while engine.stats()["active_rows"] < 2:
+        engine.step()
+    successor.singular = (42,)
+    assert str(guilty.result().finish_reason) == "cancelled"
+    successor.singular = ()
+    assert first.result().token_ids == counted(0, 60)
+
+
 @pytest.mark.parametrize("limit", [0, 2])
 def test_a_device_that_fails_again_and_again_is_given_up(engines, successor, ask, counted, limit, monkeypatch):
     """`max_recoveries` in a row without a guilty row and without a result; the queue is answered by what comes next."""

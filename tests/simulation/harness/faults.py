@@ -95,7 +95,7 @@ class Faults:
         else:
             return False
         error = Planned("device", guilty[0].index) if guilty else Transient()
-        self.world.tools.fail_device(error, late=False)
+        self.world.tools.fail_device(error, late=self.forwards % 2 == 0)
         return True
 
     def _check_company(self) -> None:

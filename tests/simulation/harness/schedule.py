@@ -72,6 +72,12 @@ def troubled(rng: random.Random, setting: Setting, plans: list[Plan]) -> Setting
     return attrs.evolve(setting, scheduler=setting.scheduler | scheduler, losses=tuple(sorted(losses)), ends=ends)
 
 
+def stressed(rng: random.Random, setting: Setting) -> Setting:
+    """Let the device fail often, and every end raise: what happens in a rebuild would be too seldom to be counted on."""
+    losses = tuple(sorted(rng.sample(range(1, 60), 6)))
+    return attrs.evolve(setting, losses=losses, ends=frozenset(("lock", "method", "adapter")))
+
+
 def column_bytes(layers: int, tokens: int) -> int:
     """Return what a row of the stub's takes: a float32 for a key and one for a value, in whole steps of columns."""
     return 8 * layers * -(-tokens // COLUMN_STEP) * COLUMN_STEP
@@ -139,7 +145,10 @@ def act(rng: random.Random, world: World) -> None:
     """Do one thing to the engine, or nothing."""
     known = [plan for plan in world.plans.values() if plan.index in world.handles]
     things = ("submit", "cancel", "hold", "release", "task", "cancel task", "close", "")
-    thing = rng.choices(things, (50, 5, 1.5, 40 if world.driver.held else 1, 6, 1.5, 0.3, 15))[0]
+    weights = (50, 5, 1.5, 40 if world.driver.held else 1, 6, 1.5, 0.3, 15)
+    if world.tools.rebuilding:
+        weights = (25, 15, 8, 60 if world.driver.held else 8, 8, 4, 3, 5)
+    thing = rng.choices(things, weights)[0]
     if thing in world.without:
         return
     if thing == "submit" and world.waiting:
@@ -147,7 +156,9 @@ def act(rng: random.Random, world: World) -> None:
     elif thing == "cancel" and known and world.cancels:
         world.cancels -= 1
         living = [plan for plan in known if world.where(plan) != "ended"]
-        world.cancel(rng.choice(living if living and rng.random() < 0.8 else known))
+        world.cancel(
+            rng.choice(living if living and rng.random() < (0.5 if world.tools.rebuilding else 0.8) else known)
+        )
     elif thing == "hold":
         world.hold()
     elif thing == "release":
@@ -177,6 +188,8 @@ def script(number: int) -> Script:
     chosen = mixed(setting(rng), number)
     drawn = plans(rng, chosen.layers)
     chosen = troubled(rng, chosen, drawn)
+    if number % 4 == 3:
+        chosen = stressed(rng, chosen)
     seed, cancels = rng.getrandbits(30), rng.choice((0, 1, 2, 3, 6))
     return Script(setting=chosen, plans=tuple(drawn), seed=seed, cancels=cancels)
 
@@ -237,6 +250,7 @@ def _one_more(world: World) -> None:
         return
     plan = Plan(index=max(world.plans) + 1, prompt=(60, 7, 7), max_tokens=3)
     world.tools.pending = None  # what nobody reads any more
+    world.consumer_acts = lambda _: None
     world.plans[plan.index] = plan
     world.waiting.append(plan)
     world.submit()

@@ -252,6 +252,7 @@ class World:
         finally:
             self.require(told == self.end_errors, f"the ends raised {self.end_errors}, the engine {told}")
             self.end_errors.clear()
+            told.clear()  # a kept error of a task keeps this frame, and these would keep the rows
 
     def _end(self, what: str) -> None:
         """Raise at an end, once each."""
@@ -329,10 +330,13 @@ class World:
             if self.setting.scheduler["policy"] in ("decode_first", "fair_share"):
                 self.require(self.stalled[row.id] <= 1, f"{row.id} waited for two preparation advances")
         self.preparing_now = True
+        rebuilds = self.tools.rebuilds
         try:
             prepare()
         finally:
             self.preparing_now = False
+        if self.tools.rebuilds > rebuilds:
+            self.stalled.clear()  # whoever runs was built again, and took steps
         self.prepares += preempted == self.driver.relief.preemptions  # else nothing may have been left to advance
 
     def _decode(self, decode) -> None:
