@@ -14,7 +14,7 @@ from oarlock.core.emission import Emitter
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.mixed import Work
 from oarlock.core.prefill import PrefillCohort
-from oarlock.core.publication import state_key
+from oarlock.core.publication import Publisher, state_key
 from oarlock.core.rebuild import Rebuild
 from oarlock.core.recovery import Recovery
 from oarlock.core.relief import Relief
@@ -297,6 +297,22 @@ def what_the_device_says_is_not_heard(patch):
     patch.setattr(PlainDecoding, "_emit", deaf)
 
 
+def a_state_is_stored_before_its_last_step_was_read(patch):
+    """DESIGN 7.4: what the device has not answered for is not stored."""
+    hold = Publisher.hold
+
+    def at_once(self, row, tokens, states):
+        hold(self, row, tokens, states)
+        self.settle()
+
+    patch.setattr(Publisher, "hold", at_once)
+
+
+def the_budget_is_forgotten_in_a_rebuild(patch):
+    """4.7: rows that are built again are rows of a group like others."""
+    patch.setattr(Budget, "rebuilds", lambda self, rows: True)
+
+
 def the_first_error_ends_the_cleaning(patch):
     """DESIGN 7.8: all clean-up is attempted."""
 
@@ -338,6 +354,8 @@ PLANTS = [
     the_guilty_row_is_acquitted,
     only_halves_are_tried,
     what_the_device_says_is_not_heard,
+    a_state_is_stored_before_its_last_step_was_read,
+    the_budget_is_forgotten_in_a_rebuild,
     the_first_error_ends_the_cleaning,
 ]
 

@@ -78,6 +78,16 @@ def stressed(rng: random.Random, setting: Setting) -> Setting:
     return attrs.evolve(setting, losses=losses, ends=frozenset(("lock", "method", "adapter")))
 
 
+def crowded(rng: random.Random, setting: Setting, plans: list[Plan]) -> Setting:
+    """Let short requests outgrow a budget that took them on credit, beside two that never fit."""
+    for plan in plans:
+        plan.prompt, plan.max_tokens = plan.prompt[:4], 25
+    for plan in rng.sample(plans, 2):
+        plan.prompt += tuple(rng.randrange(VOCABULARY) for _ in range(45))
+    budget = {"kv_budget": column_bytes(setting.layers, 64), "overcommit": 5.0}
+    return attrs.evolve(setting, scheduler=setting.scheduler | budget)
+
+
 def column_bytes(layers: int, tokens: int) -> int:
     """Return what a row of the stub's takes: a float32 for a key and one for a value, in whole steps of columns."""
     return 8 * layers * -(-tokens // COLUMN_STEP) * COLUMN_STEP
@@ -190,6 +200,8 @@ def script(number: int) -> Script:
     chosen = troubled(rng, chosen, drawn)
     if number % 4 == 3:
         chosen = stressed(rng, chosen)
+    if number % 8 in (1, 5, 7):
+        chosen = crowded(rng, chosen, drawn)
     seed, cancels = rng.getrandbits(30), rng.choice((0, 1, 2, 3, 6))
     return Script(setting=chosen, plans=tuple(drawn), seed=seed, cancels=cancels)
 
