@@ -467,6 +467,13 @@ class AddsNoMask(QuantizedLayout):
         return HandsOutBooleans(slots, cache.format, attends=cache.attends).sized(cache.column_bytes)
 
 
+class RefusesNothing(QuantizedLayout):
+    """Is asked for heads that its groups do not divide."""
+
+    def refuses(self, layer, options):
+        return None
+
+
 class JoinsByHalves(CompositeCache):
     """Leaves the rows in those parts that took them where a later part refuses."""
 
@@ -519,6 +526,7 @@ PLANTED = [
     (Ringed(ProjectsNoSlack), "test_reserved_room"),
     (Cached(GivesNothingBack), "test_compacted_is"),
     (Cached(ReservesLess), "test_compacted_is"),
+    (RefusesNothing, "test_heads_of_any"),
     (KnowsNoGeometry, "test_a_row_to_come"),
     (Cached(ProjectsAtMost), "test_a_row_to_come"),
     (CountsOneLess, "test_a_row_to_come"),
