@@ -55,12 +55,22 @@ class Case:
                 with contextlib.suppress(LayoutRefused):
                     yield attrs.evolve(self, subject=Subject(layout.name)).layers()
 
-    def by_default(self) -> Layers | None:
-        """Bind the same layers with the layout's default options; None where those are its own, or refuse the layers."""
-        if self.subject.options:
-            with contextlib.suppress(LayoutRefused):
-                return attrs.evolve(self, subject=attrs.evolve(self.subject, options={})).layers()
+    def by(self, options: Mapping[str, Any], **changes: Any) -> Layers | None:
+        """Bind the layers by other options; None where those refuse them, which must be said in one line."""
+        try:
+            return attrs.evolve(self, subject=attrs.evolve(self.subject, options=options)).layers(**changes)
+        except LayoutRefused as error:
+            if len(str(error).splitlines()) != 1:
+                msg = f"a refusal is not one line: {error}"
+                raise AssertionError(msg) from error
         return None
+
+    def allowed(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the layout's options with each value of each option that names the values it allows."""
+        for field in attrs.fields(self.subject.resolved().options):
+            check = getattr(field.validator, "validator", field.validator)  # of what may be None as well
+            for value in getattr(check, "options", ()):
+                yield {**self.subject.options, field.name: value}
 
     @property
     def attends(self) -> bool:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from oarlock.core.errors import LayoutRefused
 from oarlock.core.testing.layouts.cases import Case
 from oarlock.core.testing.layouts.forwards import DRAFT
-from oarlock.core.testing.layouts.rows import Rows
+from oarlock.core.testing.layouts.rows import Layers, Rows
 from oarlock.core.testing.layouts.storage import LENGTHS, enter_unchecked, forward_unchecked, peak
 from oarlock.core.testing.memory import SMALL
 
@@ -166,21 +165,13 @@ class Room:
     @pytest.mark.parametrize("sizes", [(48, 64), (64, 80), (32, 96)], ids=str)
     def test_heads_of_any_size_are_refused_or_held(self, case: Case, sizes: tuple[int, int]) -> None:
         """Keys and values of other sizes: a reason in one line at bind, or rows of the bytes that are said."""
-        if not case.attends:
-            return
-        try:
-            layers = case.layers(key_dim=sizes[0], value_dim=sizes[1])
-        except LayoutRefused as refusal:
-            assert len(str(refusal).splitlines()) == 1, f"a refusal is {refusal}"
-            return
-        rows = layers.open()
-        for length in (3, 40):
-            enter_unchecked(rows, length)
-        rows.keep([1])
-        rows.compact()
-        for bound, cache in zip(layers.bound, rows.caches, strict=True):
-            said = bound.layout.bytes_at(bound.info, bound.options, 40)
-            rows.require(cache.nbytes == said, f"bytes_at(40) is {said}, a lone row has {cache.nbytes}")
+        if case.attends:
+            _held(case.by(case.subject.options, key_dim=sizes[0], value_dim=sizes[1]))
+
+    def test_allowed_options_are_refused_or_held(self, case: Case) -> None:
+        """What an option's check lets pass can be bound, or is refused in one line for these layers."""
+        for options in case.allowed():
+            _held(case.by(options))
 
     def test_a_row_to_come_is_projected(self, case: Case) -> None:
         """Of caches without rows: exactly what `bytes_at` says, more only where a row is stored in two ways on its way."""
@@ -196,6 +187,20 @@ class Room:
                     exact == said if plain else exact >= said, f"bytes_at({length}) is {said}, projected {exact}"
                 )
                 rows.require(cache.projected([length]) >= exact, "less is projected at most than exactly")
+
+
+def _held(layers: Layers | None) -> None:
+    """Let a row stay of two that joined: it has the bytes that are said."""
+    if layers is None:
+        return
+    rows = layers.open()
+    for length in (3, 40):
+        enter_unchecked(rows, length)
+    rows.keep([1])
+    rows.compact()
+    for bound, cache in zip(layers.bound, rows.caches, strict=True):
+        said = bound.layout.bytes_at(bound.info, bound.options, 40)
+        rows.require(cache.nbytes == said, f"by {bound.options} bytes_at(40) is {said}, there are {cache.nbytes}")
 
 
 def _grow(rows: Rows, targets: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class Attention:
     def attend(self, ids: np.ndarray, keys: Any, values: Any, mask: Any) -> mx.array:
         """Attend to what a fetch returned, ``[B, N, F]``."""
         queries, scale = self.looked_up(self.queries, ids), float(self.info.key_dim) ** -0.5
-        if isinstance(keys, KeyValues):
+        if isinstance(keys, KeyValues) and self.info.attendable:  # elsewhere models take what is fetched for arrays
             seen = keys.attend(queries, scale, mask, self.sinks)
         else:
             seen = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=self.sinks)

@@ -14,7 +14,7 @@ from oarlock.layouts.delayed import DelayedCache, DelayedLayout
 from oarlock.layouts.full import FullCache, FullLayout
 from oarlock.layouts.packed import KeysValues
 from oarlock.layouts.planes import column_bytes
-from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout
+from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout, QuantizedOptions, packed_of
 from oarlock.layouts.reads import RowReads
 from oarlock.layouts.recurrent import RecurrentCache, RecurrentLayout
 from oarlock.layouts.rings import Ring
@@ -660,3 +660,33 @@ def test_a_mask_that_nobody_heeds_shows(monkeypatch):
     monkeypatch.setattr(RowReads, "attend", lambda self, q, scale, mask, sinks: attend(self, q, scale, "causal", sinks))
     assert next(violations(Planted, "test_masks_as_arrays"), None)
     assert next(violations(Planted, "test_rows_of_different"), None) is None
+
+
+@attrs.frozen
+class AnyBits(QuantizedOptions):
+    """Allows what MLX cannot."""
+
+    bits: int = attrs.field(default=8, validator=attrs.validators.in_((7, 8)))
+
+
+def test_an_option_that_is_allowed_and_does_not_work_shows():
+    class Planted(LayoutContract):
+        layout = QuantizedLayout(name="planted", options=AnyBits)
+
+    assert next(violations(Planted, "test_allowed_options"), None)
+
+
+def test_a_handle_where_none_is_taken_shows(monkeypatch):
+    """A row that comes back must not forget that its layer takes arrays."""
+
+    class Planted(LayoutContract):
+        layout = "quantized"
+
+    monkeypatch.setattr(QuantizedLayout, "restore", lambda self, state: _attending(packed_of(state.meta()), state))
+    assert "-arrays" in next(violations(Planted, "test_a_restored_row_goes_on"))[0]
+
+
+def _attending(cache, state):
+    cache.adopt(state.arrays(), state.tokens)
+    cache.attends = True
+    return cache
