@@ -3,7 +3,8 @@
 from oarlock.core.contracts.inputs import PreparedInputs
 from oarlock.core.errors import OarlockError
 from oarlock.core.hookspecs import hookimpl
-from oarlock.core.request import FinishReason, Logprob, Request, Result, SamplingParams, TokenEvent, Usage
+from oarlock.core.request import Request, SamplingParams
+from oarlock.core.result import FinishReason, Logprob, Result, TokenEvent, Usage
 
 __all__ = [
     "FinishReason",

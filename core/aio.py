@@ -20,7 +20,8 @@ from oarlock.core.engine import Engine
 from oarlock.core.errors import SlowConsumer
 from oarlock.core.handle import Handle
 from oarlock.core.layers import evaluate, evaluate_plugins
-from oarlock.core.request import Request, Result, TokenEvent
+from oarlock.core.request import Request
+from oarlock.core.result import Result, TokenEvent
 
 MAX_UNREAD = 256
 """Events that may wait for a consumer before the time it takes is looked at."""

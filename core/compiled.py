@@ -137,4 +137,5 @@ class CompiledRows:
         self._same = self._same + 1 if ids == self._ids else 0
         self._ids = ids
         stays = self._same >= STABLE if len(rows) > 1 else not rows[0].merged
-        return stays and len(rows) <= MAX_ROWS and all(row.compiled and row.plain for row in rows)
+        may = (row.compiled and row.request.compiled and row.plain for row in rows)
+        return stays and len(rows) <= MAX_ROWS and all(may)

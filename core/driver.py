@@ -21,8 +21,8 @@ from oarlock.core.observe import Observers
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.rebuild import Rebuild
 from oarlock.core.relief import Relief
-from oarlock.core.request import FinishReason
 from oarlock.core.residency import Residency
+from oarlock.core.result import FinishReason
 from oarlock.core.row import Row
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import structlog
 from oarlock.core.contracts.method import Drawn
 from oarlock.core.errors import NonFiniteLogits, RowError
 from oarlock.core.observe import Observers
-from oarlock.core.request import FinishReason, TokenEvent
+from oarlock.core.result import FinishReason, TokenEvent
 from oarlock.core.row import Row
 
 _log = structlog.get_logger(__name__)

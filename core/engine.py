@@ -26,7 +26,8 @@ from oarlock.core.intake import admit_request
 from oarlock.core.models import load_model
 from oarlock.core.observe import Observers
 from oarlock.core.publication import SafeStateCache
-from oarlock.core.request import Request, TokenEvent
+from oarlock.core.request import Request
+from oarlock.core.result import TokenEvent
 from oarlock.core.scheduler import Scheduler, Turn
 
 _log = structlog.get_logger(__name__)

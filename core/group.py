@@ -24,7 +24,7 @@ from oarlock.core.pace import Pace
 from oarlock.core.publication import Publisher
 from oarlock.core.recording import StepLog
 from oarlock.core.recovery import Recovery
-from oarlock.core.request import FinishReason
+from oarlock.core.result import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import PendingDraw, SamplerGroup
 

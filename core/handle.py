@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
-from oarlock.core.request import Result
+from oarlock.core.result import Result
 from oarlock.core.row import Row
 
 if TYPE_CHECKING:

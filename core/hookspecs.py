@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from oarlock.core.contracts.method import Method, Proposer
     from oarlock.core.contracts.sampler import Processor, Sampler
     from oarlock.core.contracts.state_cache import StateCacheFactory
-    from oarlock.core.request import FinishReason, Request, Usage
+    from oarlock.core.request import Request
+    from oarlock.core.result import FinishReason, Usage
 
 PROJECT = "oarlock"
 """The pluggy project, and the entry-point group."""

@@ -22,7 +22,7 @@ from oarlock.core.preparing import Preparing, ending, spans
 from oarlock.core.publication import extract, restore
 from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
-from oarlock.core.request import FinishReason
+from oarlock.core.result import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
 from oarlock.core.tracing import shared

@@ -12,7 +12,7 @@ import structlog
 
 from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.state_cache import StateCache
-from oarlock.core.request import FinishReason
+from oarlock.core.result import FinishReason
 from oarlock.core.row import Row
 
 if TYPE_CHECKING:

@@ -1,27 +1,21 @@
-"""What a caller asks for and what comes back: frozen records. Run state lives in `row.py`."""
+"""What a caller asks for: frozen records. What comes back is in `result.py`, run state in `row.py`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from oarlock.core import errors
 
+if TYPE_CHECKING:
+    from oarlock.core.result import TokenEvent
+
 MAX_LOGPROBS = 20
 """Most alternatives per token that `SamplingParams.logprobs` may ask for."""
-
-
-class FinishReason(StrEnum):
-    """Why a request ended without an error."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
 
 
 def _whole(value: object) -> bool:
@@ -157,7 +151,8 @@ class Request:
     ``max_tokens`` None means up to the model's positions. ``stop`` strings end the text before themselves (or
     after, with ``include_stop``); ``stop_token_ids`` end it like EOS, counted but not delivered. ``on_token`` is
     called with a `TokenEvent` per delivered token; returning exactly False stops the row; raising rejects it alone.
-    ``namespace`` may be a callable: it is resolved at admission. ``priority``: higher goes first.
+    ``namespace`` may be a callable: it is resolved at admission. ``priority``: higher goes first. ``compiled`` False
+    keeps steps of this row from being compiled.
     """
 
     prompt_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tokens)
@@ -174,6 +169,7 @@ class Request:
     on_admitted: Callable[[], Any] | None = attrs.field(default=None, eq=False)
     trace: Any = attrs.field(default=None, eq=False)
     prefill_chunk: int | None = None
+    compiled: bool = True
     inputs: Any = attrs.field(default=None, eq=False)
     constraint: Mapping[str, Any] | None = None
     method: str | None = None
@@ -202,7 +198,7 @@ class Request:
         for name in ("prefill_chunk", "checkpoint_interval"):
             value = getattr(self, name)
             _require(value is None or (_whole(value) and value >= 1), name, value, "whole numbers >= 1, or None")
-        for name in ("include_stop", "ignore_eos", "reuse_prefix"):
+        for name in ("include_stop", "ignore_eos", "reuse_prefix", "compiled"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True, False")
         for name in ("method", "adapter", "session"):
             value = getattr(self, name)
@@ -240,60 +236,3 @@ class Request:
             if key not in sampling_names:
                 raise errors.UnknownRequestKey(key, sampling_names)
         return cls(**mine, sampling=SamplingParams(**sampling))
-
-
-@attrs.frozen(kw_only=True)
-class Logprob:
-    """The model's own log-probability of a delivered token, and of the ``top`` best as (token id, log-probability)."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@attrs.frozen(kw_only=True)
-class TokenEvent:
-    """One delivered token, or the end of a stream.
-
-    ``index`` counts delivered tokens from 0. ``text`` is what became certain with this token: it never holds half
-    a character nor the beginning of a stop string, and may be empty. The last event of a stream carries
-    ``finish_reason`` and the text that was still held back; its ``token`` is None.
-    """
-
-    request_id: str
-    index: int
-    token: int | None
-    text: str = ""
-    logprob: Logprob | None = None
-    finish_reason: FinishReason | None = None
-
-
-@attrs.frozen(kw_only=True)
-class Usage:
-    """What a request cost.
-
-    Milliseconds are wall time: ``prefill_ms`` from admission to the first token, ``decode_ms`` from there to the end.
-    ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run.
-    """
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_ms: float = 0.0
-    decode_ms: float = 0.0
-    seed: int | None = None
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    forced_tokens: int = 0
-
-
-@attrs.frozen(kw_only=True)
-class Result:
-    """The outcome of a request that ended without an error. ``token_ids`` are the delivered tokens, EOS excluded."""
-
-    id: str
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    usage: Usage
-    logprobs: tuple[Logprob, ...] | None = None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from oarlock.core.request import FinishReason, Logprob, Request, Result, TokenEvent, Usage
+from oarlock.core.request import Request
+from oarlock.core.result import FinishReason, Logprob, Result, TokenEvent, Usage
 from oarlock.core.text import TextStream
 from oarlock.core.tracing import Spans
 

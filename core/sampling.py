@@ -19,7 +19,8 @@ from oarlock.core.contracts.method import Drawn
 from oarlock.core.contracts.sampler import Sampler, SamplerRows
 from oarlock.core.errors import UnsupportedFeature
 from oarlock.core.recording import Times
-from oarlock.core.request import Logprob, SamplingParams
+from oarlock.core.request import SamplingParams
+from oarlock.core.result import Logprob
 from oarlock.core.row import Row
 
 

@@ -13,7 +13,8 @@ from oarlock.core import hookimpl
 
 if TYPE_CHECKING:
     from oarlock.core.observe import StepRecord
-    from oarlock.core.request import FinishReason, Request, Usage
+    from oarlock.core.request import Request
+    from oarlock.core.result import FinishReason, Usage
 
 OARLOCK_API = 1
 OARLOCK_OFF_BY_DEFAULT = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from oarlock.core.request import FinishReason, Logprob
+from oarlock.core.result import FinishReason, Logprob
 
 if TYPE_CHECKING:
     import mlx.core as mx

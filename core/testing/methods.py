@@ -19,7 +19,8 @@ from oarlock.core.config import parse_options
 from oarlock.core.contracts.method import Method
 from oarlock.core.engine import Engine
 from oarlock.core.handle import Handle
-from oarlock.core.request import FinishReason, Request, SamplingParams, TokenEvent
+from oarlock.core.request import Request, SamplingParams
+from oarlock.core.result import FinishReason, TokenEvent
 from oarlock.core.testing import models
 from oarlock.core.testing.memory import SMALL, active_bytes
 from oarlock.core.testing.subjects import arguments, name_of, resolved

@@ -13,7 +13,8 @@ import attrs
 import click
 
 from oarlock.core.errors import InvalidParameter
-from oarlock.core.request import Request, Result
+from oarlock.core.request import Request
+from oarlock.core.result import Result
 from oarlock.plugins.cli import inputs
 from oarlock.plugins.cli.answers import STDOUT, Answers, check_paths
 from oarlock.plugins.cli.console import note, print_json, stderr

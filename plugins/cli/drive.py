@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from oarlock.core.errors import QueueFull
-from oarlock.core.request import Request, Result, TokenEvent
+from oarlock.core.request import Request
+from oarlock.core.result import Result, TokenEvent
 
 if TYPE_CHECKING:
     from oarlock.core.engine import Engine

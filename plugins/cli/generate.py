@@ -10,7 +10,8 @@ import attrs
 import click
 
 from oarlock.core.errors import NoChatTemplate
-from oarlock.core.request import Request, Result, TokenEvent
+from oarlock.core.request import Request
+from oarlock.core.result import Result, TokenEvent
 from oarlock.plugins.cli.console import note, print_json
 from oarlock.plugins.cli.drive import drive
 from oarlock.plugins.cli.options import engine_config, engine_options, open_engine, request_fields, sampling_options

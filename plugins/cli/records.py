@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from oarlock.core.request import Result
+from oarlock.core.result import Result
 from oarlock.plugins.cli.console import one_line
 
 

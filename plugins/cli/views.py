@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from oarlock.core.request import Result
+from oarlock.core.result import Result
 from oarlock.plugins.cli.console import harmless, note, print_json
 from oarlock.plugins.cli.failures import described
 from oarlock.plugins.cli.records import error_fields, result_fields

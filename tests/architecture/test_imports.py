@@ -6,7 +6,7 @@ import pytest
 
 # Inside core a file imports from its own rank and the ranks before it.
 ORDER = (
-    {"errors", "request"},
+    {"errors", "request", "result"},
     {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
@@ -21,7 +21,7 @@ ORDER = (
     {"aio"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-PUBLIC = {"", "contracts", "errors", "request", "hookspecs", "observe", "row", "testing"}
+PUBLIC = {"", "contracts", "errors", "request", "result", "hookspecs", "observe", "row", "testing"}
 # The command line and the server drive an engine; other plugins are driven by one.
 DRIVERS = {"plugins.cli", "plugins.server"}
 PUBLIC_TO_DRIVERS = PUBLIC | {"engine", "aio", "config", "manager", "bind"}

@@ -118,6 +118,16 @@ def test_a_small_batch_is_compiled_once_it_stays(compiled, tiny, prompts, alone)
     assert counts(engine)[0] < before + 40
 
 
+def test_a_row_may_forbid_it(compiled, tiny, prompts, alone):
+    """1.1.16: alone, and for whoever runs beside it, as long as it is there."""
+    engine = compiled(tiny)
+    same([engine.submit(request(prompts[0], compiled=False))], alone[:1])
+    same([engine.submit(request(prompt, compiled=i > 0)) for i, prompt in enumerate(prompts[:3])], alone[:3])
+    assert counts(engine) == (0, 0)
+    same([engine.submit(request(prompts[0]))], alone[:1])
+    assert counts(engine) == (TOKENS - 1, 1)
+
+
 def test_a_large_batch_is_not_compiled(compiled, tiny, prompts, alone):
     """Each number of rows would be a trace more, and the host is the less of it the more rows there are."""
     assert len(prompts) > MAX_ROWS

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from oarlock.core.errors import QueueFull
-from oarlock.core.request import FinishReason, Request, Result, Usage
+from oarlock.core.request import Request
+from oarlock.core.result import FinishReason, Result, Usage
 from oarlock.plugins.cli.drive import drive
 
 SHORT = ("--max-tokens", "10")

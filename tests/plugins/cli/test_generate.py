@@ -8,7 +8,8 @@ import click
 import pytest
 
 from oarlock.core.errors import InvalidConfigValue, UnknownConfigKey
-from oarlock.core.request import FinishReason, Request, Result, Usage
+from oarlock.core.request import Request
+from oarlock.core.result import FinishReason, Result, Usage
 from oarlock.plugins.cli import views
 from oarlock.plugins.cli.console import harmless, to_json
 from oarlock.plugins.cli.options import engine_config
