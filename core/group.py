@@ -121,8 +121,7 @@ class ExecutionGroup:
 
     def emit(self, row: Row, drawn: Drawn) -> bool:
         """Deliver one token; False when the row is over."""
-        before = time.perf_counter()
-        goes_on = self.emitter.emit(row, drawn)
+        before, goes_on = time.perf_counter(), self.emitter.emit(row, drawn)
         if not goes_on:
             self._conclude(row)
         self.log.times.emit += time.perf_counter() - before
@@ -233,9 +232,10 @@ class ExecutionGroup:
         return Holding(caches, self._rows, [tokens + ahead for tokens in caches[0].tokens])
 
     def evict(self, row: Row) -> bool:
-        """Drop a running row and its state, once what is in flight was emitted; False where it is over by that."""
+        """Drop a running row and its state; False where what was in flight ended a row: there may be room by that."""
+        before = len(self._rows)
         self.flush()
-        if row not in self._rows:
+        if len(self._rows) < before:
             return False
         self._keep([place for place, other in enumerate(self._rows) if other is not row], discard=True)
         return True

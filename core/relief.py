@@ -33,11 +33,7 @@ class Relief:
 
         A lone row is left alone: it was refused if it did not fit.
         """
-        while self.budget.limit is not None and not self.budget.relieves(*(holdings := self._holdings(preparation))):
-            rows = [row for holding in holdings for row in holding.rows]
-            if len(rows) == 1:
-                break
-            row = max(rows, key=lambda row: row.admitted_number)
+        while (row := self._excess(preparation)) is not None:
             if preparation is not None and row in preparation.rows:
                 preparation.evict(row)
                 preparation = preparation if preparation.rows else None
@@ -65,6 +61,13 @@ class Relief:
                 portions[-1].insert(0, row)
                 fresh = False
         return portions
+
+    def _excess(self, preparation: PrefillCohort | None) -> Row | None:
+        """Return who must leave before the next step. Caches stay in this frame: a callback's error keeps its callers'."""
+        if self.budget.limit is None or self.budget.relieves(*(holdings := self._holdings(preparation))):
+            return None
+        rows = [row for holding in holdings for row in holding.rows]
+        return max(rows, key=lambda row: row.admitted_number) if len(rows) > 1 else None
 
     def _holdings(self, preparation: PrefillCohort | None) -> tuple[Holding, Holding]:
         return self.group.holding(), preparation.holding() if preparation is not None else Holding((), (), ())

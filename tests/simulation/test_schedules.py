@@ -23,9 +23,9 @@ WHOSE = {
 """Which events can happen in a phase, apart from those that can happen in all but "idle" and "rebuilding"."""
 RESTRICTED = {"cancel preparing", "cancel running", "cancel rebuilding", "merge raises", "preempted"}
 AT_LEAST = 20
-TABLE = range(2500)
+TABLE = range(3000)
 """These say of each event and phase that it happened."""
-QUICK = tuple(range(start, start + 500) for start in range(2500, 5000, 500))
+QUICK = tuple(range(start, start + 500) for start in range(3000, 5000, 500))
 LONG = tuple(range(start, start + 2500) for start in range(5000, 50_000, 2500))
 
 
