@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Holding:
     """Caches with their rows, and what each row holds after the next step. Without caches it is a group to come."""
 
-    caches: Sequence[BatchCache]
-    rows: Sequence[Row]
-    tokens: Sequence[int]
+    caches: Sequence[BatchCache] = ()
+    rows: Sequence[Row] = ()
+    tokens: Sequence[int] = ()
 
     @property
     def final(self) -> list[int]:
@@ -80,7 +80,7 @@ class Budget:
         if self.limit is None or len(rows) < 2:
             return True
         tokens = [len(row.known_ids) + 2 for row in rows]
-        twice = 2 * self._of(Holding((), rows, tokens), tokens, exact=False)
+        twice = 2 * self._of(Holding(), tokens, exact=False)
         return twice + self.bound.bytes_at(max(tokens)) <= self.limit
 
     def relieves(self, running: Holding, preparing: Holding) -> bool:

@@ -52,7 +52,7 @@ class Driver(Mailbox):
         self.group = ExecutionGroup(bound, store, self.emitter, store.release)
         self.relief = Relief(Budget.of(bound), self.group, self._put_back)
         self._admitted = 0
-        self._recoveries = Rebuild(self.relief, store, self.conclude, bound.config.scheduler.max_recoveries)
+        self._recoveries = Rebuild(self.relief, self.conclude, bound.config.scheduler.max_recoveries)
         self.queue = AdmissionQueue(bound.config.scheduler.max_queued, bound.policy.choose)
         self._store = store
         self._observers = observers
@@ -278,6 +278,6 @@ class Driver(Mailbox):
                 self.group.flush()
         self.group.use_method(row.key.method)
         self._key = row.key
-        cohort = self._preparation or PrefillCohort(self.group, self._store, self.conclude)
+        cohort = self._preparation or PrefillCohort(self.group, self.conclude)
         cohort.admit(row)
         self._preparation = cohort

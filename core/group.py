@@ -13,6 +13,7 @@ import structlog
 
 from oarlock.core import forward as forwards
 from oarlock.core.budget import Holding
+from oarlock.core.compaction import compacted
 from oarlock.core.compiled import CompiledRows
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.layout import BatchCache
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 CLEAR_EVERY = 256
 """Decode advances between two clearings of the allocator's pool."""
-
-
-def compacted(survivors: Sequence[int], total: int) -> list[int]:
-    """Return the order after a leave: the last rows move into the holes, everyone else stays in place."""
-    alive = set(survivors)
-    movers = [i for i in survivors if i >= len(survivors)]
-    return [i if i in alive else movers.pop() for i in range(len(survivors))] if total else []
 
 
 class ExecutionGroup:
@@ -121,7 +115,8 @@ class ExecutionGroup:
 
     def emit(self, row: Row, drawn: Drawn) -> bool:
         """Deliver one token; False when the row is over."""
-        before, goes_on = time.perf_counter(), self.emitter.emit(row, drawn)
+        before = time.perf_counter()
+        goes_on = self.emitter.emit(row, drawn)
         if not goes_on:
             self._conclude(row)
         self.log.times.emit += time.perf_counter() - before
@@ -226,7 +221,7 @@ class ExecutionGroup:
         """Return what the running rows hold after the next step."""
         caches = self._method.caches() if self._method is not None else ()
         if not caches or not self._rows:
-            return Holding((), (), ())
+            return Holding()
         assert self._method is not None
         ahead = max(1, (self._method.running_tokens or 0) // len(self._rows))
         return Holding(caches, self._rows, [tokens + ahead for tokens in caches[0].tokens])
@@ -262,7 +257,7 @@ class ExecutionGroup:
 
     def fail(self, error: BaseException) -> None:
         """Reject every running row with ``error``; nothing of theirs is stored, but what rows before them left is."""
-        with contextlib.suppress(Exception):  # it says that those states are lost
+        with contextlib.suppress(Exception):  # then those states are lost as well
             self.states.evaluate()
         rows, _ = self.detach()
         for row in rows:
@@ -274,7 +269,8 @@ class ExecutionGroup:
         gone = [row for row in self._rows if row.cancelled and row.fault is None and row.stop_at is None]
         for row in gone:
             self.finish(row, FinishReason.CANCELLED)
-        self.retire()
+        if gone:
+            self.retire()
 
     def _reject(self, guilty: dict[int, Exception]) -> None:
         """Reject rows by place and drop them; first they get what was sampled before, and may be over with it."""

@@ -12,10 +12,10 @@ import mlx.core as mx
 
 from oarlock.core import forward as forwards
 from oarlock.core.budget import Holding
+from oarlock.core.compaction import compacted
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw
-from oarlock.core.contracts.state_cache import StateCache
-from oarlock.core.group import ExecutionGroup, compacted
+from oarlock.core.group import ExecutionGroup
 from oarlock.core.mixed import Work
 from oarlock.core.planner import Chunk, shared_width
 from oarlock.core.preparing import Preparing, ending, spans
@@ -31,10 +31,10 @@ from oarlock.core.tracing import shared
 class PrefillCohort:
     """Rows being prefilled together, and their caches in the same order."""
 
-    def __init__(self, group: ExecutionGroup, store: StateCache, conclude: Callable[[Row], None]) -> None:
+    def __init__(self, group: ExecutionGroup, conclude: Callable[[Row], None]) -> None:
         self._group = group
         self._bound = group.bound
-        self._store = store
+        self._states = group.states
         self._conclude = conclude
         self._recovery: Recovery = group.recovery
         self._settings = group.config.scheduler
@@ -62,8 +62,8 @@ class PrefillCohort:
         ids = row.known_ids
         row.spans.begin("prefill.total", tokens=len(ids))
         with shared([row], "cache.lookup_restore", len(ids)):
-            position, restored = restore(self._store, self._bound, row, ids)
-        snapshot = self._group.states.boundary(row, position)
+            position, restored = restore(self._states.store, self._bound, row, ids)
+        snapshot = self._states.boundary(row, position)
         with shared([row], "prefill.batch_setup", position):
             self._add(restored)
         row.restart()
@@ -84,14 +84,14 @@ class PrefillCohort:
         if logits is not None:
             self._forwarded(logits, mixed=True)
         else:
-            self._store.boundary()
+            self._states.store.boundary()
             self._drop_cancelled()
             self._recovery.run(self._forwards, lambda: self.rows, self._reject)
         return not self._preparing
 
     def offer(self) -> Work | None:
         """Return the next forward for a decode step to take along, None without rows; `advance` must follow."""
-        self._store.boundary()
+        self._states.store.boundary()
         self._drop_cancelled()
         pace, most = self._group.pace, self._group.room
         pace.start()
@@ -191,7 +191,7 @@ class PrefillCohort:
         if chunk.snapshot:
             place, tokens = self._preparing.index(each), each.row.prompt_ids[: chunk.end]
             with shared([each.row], "prefill.checkpoint", chunk.end):
-                each.snapshot, each.boundary = None, extract(self._store, self._caches, place, each.row, tokens)
+                each.snapshot, each.boundary = None, extract(self._states.store, self._caches, place, each.row, tokens)
 
     def _complete(self, finals: Sequence[Preparing], logits: mx.array) -> None:
         """Sample, deliver and hand over the rows whose prompt is done; ``logits`` are [rows, width, V]."""
@@ -226,7 +226,7 @@ class PrefillCohort:
                 self.published = self.published or row.generated > before
         mx.clear_cache()
         self._hand_over(finals, None)
-        self._group.states.settle()
+        self._states.settle()
 
     def _defers(self, rows: Sequence[Row]) -> bool:
         """Return whether the first token stays unread until the next decode step."""
@@ -239,9 +239,9 @@ class PrefillCohort:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
         for each in finals:
             row, place = each.row, self._preparing.index(each)
-            self._group.states.hold(row, each.ids, each.boundary)
+            self._states.hold(row, each.ids, each.boundary)
             if row.over:
-                self._group.states.take(self._caches, place, row, each.ids)
+                self._states.take(self._caches, place, row, each.ids)
                 self._conclude(row)
                 continue
             try:

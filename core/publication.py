@@ -185,9 +185,8 @@ class Publisher:
 
     def take(self, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]) -> None:
         """Take the state of a row that is over; a short one that shared its forwards only where a session goes on."""
-        cancelled = row.reason in (None, FinishReason.CANCELLED)
         short = row.merged and row.prompt_tokens < self._minimum and row.request.session is None
-        if not cancelled and not short:
+        if row.reason is not FinishReason.CANCELLED and not short:
             self.hold(row, tokens, extract(self.store, caches, place, row, tokens))
 
     def hold(self, row: Row, tokens: Sequence[int], states: Sequence[RowState] | None) -> None:
@@ -197,9 +196,8 @@ class Publisher:
 
     def awaited(self, row: Row) -> bool:
         """Return whether a state is held that ``row`` may begin with."""
-        key, first = self._key(row), row.prompt_ids[0]
-        held = [each for each in self._held if each.tokens[0] == first] if row.reuses_prefix else []
-        return any(self._key(each.row) == key for each in held)
+        held = [each for each in self._held if each.tokens[0] == row.prompt_ids[0]] if row.reuses_prefix else []
+        return any(self._key(each.row) == self._key(row) for each in held)
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[Sequence[_Entry]]:

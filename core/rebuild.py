@@ -17,10 +17,10 @@ import structlog
 
 from oarlock.core.errors import CompositionError, RecoveriesExhausted
 from oarlock.core.prefill import PrefillCohort
+from oarlock.core.relief import newest_first
 
 if TYPE_CHECKING:
     from oarlock.core.contracts.layout import BatchCache
-    from oarlock.core.contracts.state_cache import StateCache
     from oarlock.core.group import ExecutionGroup
     from oarlock.core.relief import Relief
     from oarlock.core.row import Row
@@ -38,7 +38,6 @@ class Rebuild:
     """
 
     relief: Relief
-    store: StateCache
     conclude: Callable[[Row], None]
     limit: int
     _apart: list[tuple[list[Row], list[BatchCache]]] = attrs.field(factory=list, init=False)
@@ -104,7 +103,7 @@ class Rebuild:
         """Prefill rows and take two steps with nobody beside them: as many as were in flight. Return what went wrong."""
         self._set_apart()
         self.group.recovery.retries += 1
-        cohort = PrefillCohort(self.group, self.store, self.conclude)
+        cohort = PrefillCohort(self.group, self.conclude)
         cohort.eager = True  # what the step behind a first token does must not cost that token
         try:
             for row in rows:
@@ -130,7 +129,7 @@ class Rebuild:
         if proved and not self.relief.budget.rebuilds([*proved, *rows]):
             self.group.detach()
             self._apart = []
-            for row in sorted(proved, key=lambda row: -row.admitted_number):
+            for row in newest_first(proved):
                 self.relief.preempt(row)
 
     def _set_apart(self) -> None:

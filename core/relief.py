@@ -15,6 +15,11 @@ from oarlock.core.prefill import PrefillCohort
 from oarlock.core.row import Row
 
 
+def newest_first(rows: Sequence[Row]) -> list[Row]:
+    """Return rows in the order in which they must leave."""
+    return sorted(rows, key=lambda row: -row.admitted_number)
+
+
 @attrs.define(eq=False)
 class Relief:
     """Applies the budget to the running group and to the preparation beside it."""
@@ -54,20 +59,21 @@ class Relief:
             return [list(rows) for rows in suspects if rows]
         portions: list[list[Row]] = []
         for rows in reversed(suspects):
-            fresh = True
-            for row in sorted(rows, key=lambda row: -row.admitted_number):
-                if fresh or not self.budget.rebuilds([row, *portions[-1]]):
-                    portions.append([])
-                portions[-1].insert(0, row)
-                fresh = False
+            portion: list[Row] = []
+            for row in newest_first(rows):
+                if not self.budget.rebuilds([row, *portion]):
+                    portions.append(portion)
+                    portion = []
+                portion.insert(0, row)
+            portions += [portion] if portion else []
         return portions
 
     def _excess(self, preparation: PrefillCohort | None) -> Row | None:
-        """Return who must leave before the next step. Caches stay in this frame: a callback's error keeps its callers'."""
+        """Return who must leave before the next step, None where it fits."""
         if self.budget.limit is None or self.budget.relieves(*(holdings := self._holdings(preparation))):
             return None
         rows = [row for holding in holdings for row in holding.rows]
-        return max(rows, key=lambda row: row.admitted_number) if len(rows) > 1 else None
+        return newest_first(rows)[0] if len(rows) > 1 else None
 
     def _holdings(self, preparation: PrefillCohort | None) -> tuple[Holding, Holding]:
-        return self.group.holding(), preparation.holding() if preparation is not None else Holding((), (), ())
+        return self.group.holding(), preparation.holding() if preparation is not None else Holding()

@@ -10,7 +10,7 @@ ORDER = (
     {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
-    {"planner", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},
+    {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},
     {"budget"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
     | {"preparing", "compiled"},

@@ -135,12 +135,11 @@ def _check_request(world: World, plan: Plan) -> None:
     row, got = world.row(plan), tuple(world.delivered[plan.index])
     require(row.sampled <= row.max_tokens, f"{plan.id} was sampled {row.sampled} times")
     length = len(plan.prompt)
+    # What another row is looked up by: its prompt, and after a preemption its answer.
     known = [
         (*other.prompt, *fate(other, world.setting.layers).tokens) for other in world.plans.values() if other.reuse
     ]
-    wanted = any(
-        length <= len(ids) and ids[:length] == plan.prompt for ids in known
-    )  # of a row that was preempted, too
+    wanted = any(length <= len(ids) and ids[:length] == plan.prompt for ids in known)
     require(wanted or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
     require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
     if isinstance(outcome, Result):

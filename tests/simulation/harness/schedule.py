@@ -166,9 +166,8 @@ def act(rng: random.Random, world: World) -> None:
     elif thing == "cancel" and known and world.cancels:
         world.cancels -= 1
         living = [plan for plan in known if world.where(plan) != "ended"]
-        world.cancel(
-            rng.choice(living if living and rng.random() < (0.5 if world.tools.rebuilding else 0.8) else known)
-        )
+        alive = 0.5 if world.tools.rebuilding else 0.8
+        world.cancel(rng.choice(living if living and rng.random() < alive else known))
     elif thing == "hold":
         world.hold()
     elif thing == "release":
