@@ -27,6 +27,8 @@ class Emitter:
     clock: Callable[[], float]
     delivered: int = 0
     completed: int = 0
+    _errors: list[BaseException] = attrs.field(factory=list, init=False)
+    """What rows were settled with while their callers still ran."""
 
     def emit(self, row: Row, drawn: Drawn) -> bool:
         """Account one sampled token; False when the row is over. Never raises."""
@@ -74,6 +76,7 @@ class Emitter:
             self._poison(row, error)
         if row.error is not None:
             _let_go(row.error)
+            self._errors.append(row.error)
             row.settle(row.error)
             self.observers.notify("request_failed", request=row.request, error=row.error)
             self._end(row, None)
@@ -85,6 +88,12 @@ class Emitter:
         self.observers.notify("request_finished", request=row.request, reason=row.reason, usage=row.usage(now))
         self._end(row, event)
         return True
+
+    def let_go(self) -> None:
+        """Empty the frames behind the errors of settled rows that ran then and have ended since: at the end of a step."""
+        errors, self._errors = self._errors, []
+        for error in errors:
+            _let_go(error)
 
     def _end(self, row: Row, last: TokenEvent | None) -> None:
         """Release whoever waits for a settled row; one that cannot be told any more changes nothing."""

@@ -192,6 +192,7 @@ class Engine:
             raise
         finally:
             self._stepping = False
+            driver.emitter.let_go()
         return driver.busy
 
     @property

@@ -51,7 +51,6 @@ class Recovery:
             repeated, guilty = failed
             if guilty:
                 reject(guilty)
-                guilty.clear()  # a kept error keeps this frame, and the others' errors would keep their caches
 
     def _attempt(
         self, step: Callable[[], None], rows: Callable[[], Sequence[Row]], repeated: Mark | None

@@ -31,3 +31,21 @@ def test_rows_that_are_built_again_stay_within_the_budget(tools):
         ),
         tools,
     )
+
+
+def test_a_kept_error_keeps_no_caches_of_its_callers(tools):
+    """Two rows are guilty at once, and the frame that found both ends after one was settled with its error."""
+    play(
+        Script(
+            setting=Setting(scheduler={"max_batch": 4, "policy": "fair_share"}),
+            plans=(
+                Plan(index=0, prompt=(0, 58, 13, 2, 57, 33)),
+                Plan(index=2, prompt=(2, 10, 42), max_tokens=25, method="other", fault="poison", at=4),
+                Plan(index=3, prompt=(3, 23, 13), max_tokens=2, method="other", fault="poison", at=4),
+            ),
+            seed=1022798772,
+            cancels=3,
+            without=frozenset({"cancel task", "cancel", "task", "hold", "close", "release"}),
+        ),
+        tools,
+    )
