@@ -167,3 +167,47 @@ def _put_together(target: Path, wheels: Path) -> None:
                 out.write(archive.read(part))
     partial.replace(target)
     shutil.rmtree(wheels)
+
+
+@pytest.fixture
+def keeping():
+    """A state cache, and a plugin that registers it, that keeps every state and finds whole ones.
+
+    ``entries``: (key, tokens, states); ``found``: keys under which something was.
+    """
+    from oarlock.core import hookimpl
+    from oarlock.core.publication import NullStateCache
+
+    class Keeping(NullStateCache):
+        name = "keeping"
+
+        def __init__(self):
+            self.entries, self.found = [], []
+
+        @property
+        def tokens(self):
+            return {tokens for _, tokens, _ in self.entries}
+
+        def open(self, bound):
+            return self
+
+        def keeps(self, row):
+            return True
+
+        def lookup(self, key, tokens):
+            mine = [(held, states) for own, held, states in self.entries if own == dict(key)]
+            fits = [each for each in mine if each[0] == tuple(tokens[: len(each[0])]) and len(each[0]) < len(tokens)]
+            if not fits:
+                return None
+            self.found.append(key)
+            held, states = max(fits, key=lambda each: len(each[0]))
+            return len(held), states
+
+        def publish(self, key, tokens, states):
+            self.entries.append((dict(key), tuple(tokens), states))
+
+        @hookimpl
+        def register_state_caches(self, register):
+            register(self)
+
+    return Keeping()

@@ -51,6 +51,11 @@ class Successor(nn.Module):
     def make_cache(self):
         return [KVCache()]
 
+    def take_error(self):
+        """Return whether the device has failed since this was asked."""
+        failed, self.device_failed = self.device_failed, False
+        return failed
+
     def __call__(self, ids, cache):
         self.calls += 1
         keys = self.embedding(ids)[:, None]  # (B, 1, N, 4)
@@ -93,24 +98,32 @@ def successor():
 
 
 @pytest.fixture
-def device(successor, monkeypatch):
-    """Let errors of `successor`'s device be raised as MLX raises them: once, by whatever is read or evaluated next.
+def failing_device(monkeypatch):
+    """Let a read or an evaluation raise as MLX does where ``failed(*what)`` says, asked each time, that the device did.
 
     Not by a matrix that cannot be inverted: MLX 0.32 on the CPU blocks for ever after one in some hundred such errors
     (`test_real_errors_of_evaluation` has a few, in a process of their own). Goes when that is repaired.
     """
 
-    def checked(call):
-        def checking(*given):
-            if successor.device_failed:
-                successor.device_failed = False
-                raise RuntimeError("the device failed")
-            return call(*given)
+    def fails(failed):
+        def checked(call):
+            def checking(*what):
+                if failed(*what):
+                    raise RuntimeError("the device failed")
+                return call(*what)
 
-        return checking
+            return checking
 
-    monkeypatch.setattr(PendingDraw, "read", checked(PendingDraw.read))
-    monkeypatch.setattr(mx, "eval", checked(mx.eval))
+        monkeypatch.setattr(PendingDraw, "read", checked(PendingDraw.read))
+        monkeypatch.setattr(mx, "eval", checked(mx.eval))
+
+    return fails
+
+
+@pytest.fixture
+def device(successor, failing_device):
+    """Let errors of `successor`'s device be raised once, by whatever is read or evaluated next."""
+    failing_device(lambda *_: successor.take_error())
 
 
 class Told:

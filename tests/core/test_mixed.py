@@ -9,7 +9,6 @@ from oarlock.core import Request, hookimpl
 from oarlock.core.engine import Engine
 from oarlock.core.errors import MixedRefused
 from oarlock.core.mixed import MixedCache, Side, Work, forward
-from oarlock.core.sampling import PendingDraw
 from oarlock.core.testing import models
 from oarlock.methods.plain import PlainDecoding, PlainOptions
 
@@ -216,7 +215,9 @@ def test_a_mixed_forward_that_raises_once_costs_nobody_anything(engines, watched
 
 
 @pytest.mark.parametrize("number", range(1, 6))
-def test_a_mixed_forward_that_fails_on_the_device_costs_nobody(engines, watched, prompts, alone, monkeypatch, number):
+def test_a_mixed_forward_that_fails_on_the_device_costs_nobody(
+    engines, watched, prompts, alone, failing_device, number
+):
     """DESIGN 7.4: what is read next raises, once, whichever side it belongs to; both are built again."""
     mixed, pending = [], []
 
@@ -225,18 +226,8 @@ def test_a_mixed_forward_that_fails_on_the_device_costs_nobody(engines, watched,
             mixed.append(ids.shape)
             pending.extend([True] if len(mixed) == number else [])
 
-    def heard(call):
-        def reading(*given):
-            if pending:
-                pending.clear()
-                raise RuntimeError("the device failed")
-            return call(*given)
-
-        return reading
-
     engine = engines(watched(called), mixed=True, verify=False, prefill_chunk=8)
-    monkeypatch.setattr(PendingDraw, "read", heard(PendingDraw.read))
-    monkeypatch.setattr(mx, "eval", heard(mx.eval))
+    failing_device(lambda *_: bool(pending) and pending.pop())
     handles = [begun(engine, prompts[0]), engine.submit(request(prompts[1]))]
     same(handles, alone)
     assert len(mixed) >= number

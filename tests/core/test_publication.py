@@ -1,77 +1,37 @@
 """What a state cache is given: never a state with a column that the device failed over, and soon enough to be reused."""
 
-import mlx.core as mx
 import pytest
 
-from oarlock.core import Request, hookimpl
+from oarlock.core import Request
 from oarlock.core.engine import Engine
-from oarlock.core.publication import NullStateCache
 from oarlock.core.sampling import PendingDraw, SamplerGroup
 
-
-class Keeping(NullStateCache):
-    """Keeps what it is given, and finds whole entries."""
-
-    name = "keeping"
-
-    def __init__(self):
-        self.entries = {}
-
-    def open(self, bound):
-        return self
-
-    def keeps(self, row):
-        return True
-
-    def lookup(self, key, tokens):
-        found = [held for held in self.entries if held == tuple(tokens[: len(held)]) and len(held) < len(tokens)]
-        longest = max(found, key=len, default=None)
-        return (len(longest), self.entries[longest]) if longest is not None else None
-
-    def publish(self, key, tokens, states):
-        self.entries[tuple(tokens)] = states
-
-    @hookimpl
-    def register_state_caches(self, register):
-        register(self)
+CONFIG = {"scheduler": {"verify": False}, "state_cache": {"name": "keeping", "publish_min_tokens": 1}}
 
 
 @pytest.fixture
-def late_device(successor, monkeypatch):
+def late_device(successor, failing_device, monkeypatch):
     """What was drawn before the failing forward can still be read: the error comes with what was dispatched behind."""
-    read, draw, evaluate = PendingDraw.read, SamplerGroup.draw, mx.eval
-    lost = []
-
-    def check(doubtful):
-        if successor.device_failed and doubtful:
-            successor.device_failed = False
-            raise RuntimeError("the device failed")
+    draw, lost = SamplerGroup.draw, []
 
     def drawing(self, *given):
         made = draw(self, *given)
         lost.extend([made] if successor.device_failed else [])
         return made
 
-    def reading(self):
-        check(any(self is each for each in lost))
-        return read(self)
-
-    def evaluating(*given):
-        check(True)
-        return evaluate(*given)
+    def failed(*what):
+        drawn = isinstance(what[0], PendingDraw)
+        return (not drawn or any(what[0] is each for each in lost)) and successor.take_error()
 
     monkeypatch.setattr(SamplerGroup, "draw", drawing)
-    monkeypatch.setattr(PendingDraw, "read", reading)
-    monkeypatch.setattr(mx, "eval", evaluating)
+    failing_device(failed)
 
 
 @pytest.fixture
-def serving(successor):
+def serving(successor, keeping):
     """An engine of `successor` with a state cache that keeps everything."""
-    store = Keeping()
-    config = {"scheduler": {"verify": False}, "state_cache": {"name": "keeping", "publish_min_tokens": 1}}
-    with Engine(successor, config=config, plugins=[store]) as engine:
-        yield engine, store
+    with Engine(successor, config=CONFIG, plugins=[keeping]) as engine:
+        yield engine, keeping
 
 
 FIRST = {"prompt_ids": [1, 2, 3], "max_tokens": 20, "stop_token_ids": [9]}
@@ -101,7 +61,7 @@ def test_a_state_whose_last_column_failed_is_not_stored(successor, serving, besi
     last = in_flight_at_the_end(successor, engine, beside)
     while engine.step():
         pass
-    assert WHOLE in store.entries
+    assert WHOLE in store.tokens
     # After a rebuild nothing is fed before it was read.
     for failing, stored in ((last, []), (last - 1, [WHOLE[:-1]]), (last + 1, [WHOLE])):
         store.entries.clear()
@@ -111,7 +71,7 @@ def test_a_state_whose_last_column_failed_is_not_stored(successor, serving, besi
         assert other is None or other.result().token_ids == tuple(range(42, 72))
         while engine.step():
             pass
-        assert [held for held in (WHOLE, WHOLE[:-1]) if held in store.entries] == stored, failing - last
+        assert [held for held in (WHOLE, WHOLE[:-1]) if held in store.tokens] == stored, failing - last
     assert engine.stats()["recoveries"] == 2 + beside
 
 
@@ -145,20 +105,17 @@ def test_an_error_that_shows_when_a_state_is_waited_for_is_not_the_joiners(succe
     assert other.result().token_ids == tuple(range(42, 72))
 
 
-def test_a_boundary_is_stored_after_its_first_token_was_read(successor, monkeypatch):
+def test_a_boundary_is_stored_after_its_first_token_was_read(successor, keeping, monkeypatch):
     """A lone row's may wait for the next step: until then nothing says that its chunks were computed."""
-    store, read, held = Keeping(), PendingDraw.read, []
+    read, held = PendingDraw.read, []
 
     def reading(self):
-        held.append((1, 2) in store.entries)
+        held.append((1, 2) in keeping.tokens)
         return read(self)
 
     monkeypatch.setattr(PendingDraw, "read", reading)
-    config = {
-        "scheduler": {"verify": False, "early_first_token": False},
-        "state_cache": {"name": "keeping", "publish_min_tokens": 1},
-    }
-    with Engine(successor, config=config, plugins=[store]) as engine:
+    config = CONFIG | {"scheduler": {"verify": False, "early_first_token": False}}
+    with Engine(successor, config=config, plugins=[keeping]) as engine:
         engine.generate([Request(prompt_ids=[1, 2, 3], max_tokens=4)])
     assert held == [False, True, True, True]
-    assert {(1, 2), (1, 2, 3, 4, 5, 6)} == set(store.entries)
+    assert {(1, 2), (1, 2, 3, 4, 5, 6)} == keeping.tokens

@@ -7,9 +7,8 @@ import threading
 import mlx.core as mx
 import pytest
 
-from oarlock.core import Request, hookimpl
+from oarlock.core import Request
 from oarlock.core.engine import Engine
-from oarlock.core.publication import NullStateCache
 from oarlock.core.testing import models
 from oarlock.plugins.adapters import AdaptedLinear
 
@@ -192,44 +191,15 @@ def test_a_layer_that_sees_no_lines_is_adapted_by_group(lora, folders):
 # --- prefixes --------------------------------------------------------------------------------------------------------
 
 
-class Store(NullStateCache):
-    """Keeps whole states by key and finds exact prefixes."""
-
-    name = "kept"
-
-    def __init__(self):
-        self.entries, self.found = [], []
-
-    def open(self, bound):
-        return self
-
-    def keeps(self, row):
-        return True
-
-    def publish(self, key, tokens, states):
-        self.entries.append((dict(key), list(tokens), states))
-
-    def lookup(self, key, tokens):
-        for own, held, states in self.entries:
-            if own == dict(key) and list(tokens[: len(held)]) == held and len(held) < len(tokens):
-                self.found.append(key["adapter"])
-                return len(held), states
-        return None
-
-    @hookimpl
-    def register_state_caches(self, register):
-        register(self)
-
-
-def test_prefix_state_never_crosses_adapters(lora, model, folders):
+def test_prefix_state_never_crosses_adapters(lora, model, folders, keeping):
     """SPEC 4.4: rows of one group, one prompt, three adapters: nobody gets another's state, everybody finds its own."""
-    store, prompt = Store(), lora.prompts[0]
-    settings = lora.config(folders) | {"state_cache": {"name": "kept", "publish_min_tokens": 1}}
+    prompt = lora.prompts[0]
+    settings = lora.config(folders) | {"state_cache": {"name": "keeping", "publish_min_tokens": 1}}
     by_name = {name: lora.adapted(lora.build(), folder) for name, folder in folders.items()} | {"": lora.build()}
-    with Engine(model, config=settings, plugins=[store]) as engine:
+    with Engine(model, config=settings, plugins=[keeping]) as engine:
         for _ in range(2):
             for name in ("alice", "", "bob"):
                 outcome = engine.generate([Request(prompt_ids=prompt, max_tokens=6, adapter=name or None)])[0]
                 assert outcome.token_ids == models.serial(by_name[name], prompt, 6).tokens
-    assert {key["adapter"] for key, _, _ in store.entries} == {"alice", "", "bob"}
-    assert store.found == ["alice", "", "bob"]
+    assert {key["adapter"] for key, _, _ in keeping.entries} == {"alice", "", "bob"}
+    assert [key["adapter"] for key in keeping.found] == ["alice", "", "bob"]
