@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from oarlock.core.config import Choice, parse_options
+from oarlock.core.choices import Choice, parse_options
 from oarlock.core.contracts.adapter import AdapterBank, AdapterKind
 from oarlock.core.errors import InvalidConfigValue, UnknownName
 from oarlock.core.manager import PluginSet

@@ -11,9 +11,10 @@ import attrs
 from oarlock.core import layers as reading
 from oarlock.core.adapters import Adapters
 from oarlock.core.attention import Swap
+from oarlock.core.choices import evolved, parse_choice, parse_options
 from oarlock.core.compiling import Compiling
 from oarlock.core.compiling import decide as decide_compiled
-from oarlock.core.config import EngineConfig, parse_options
+from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.composition import (
     APART,
     AttendingLayout,
@@ -122,6 +123,8 @@ class BoundModel:
         ]
         settings = self.config.scheduler
         stops = [f"one ends at {stop}" for stop in self.stops]
+        policy = parse_choice("scheduler.policy", settings.policy)
+        detail = ", ".join(f"{option} {value}" for option, value in policy.options.items())
         lines += [
             {"part": "rows", "kind": "", **self.verdict.explain()},
             {"part": "mixed", "kind": "", **self.mixing.explain()},
@@ -134,13 +137,7 @@ class BoundModel:
                 "detail": "",
                 "reason": "all that are registered, the specialised first; rows take the first that handles them",
             },
-            {
-                "part": "policy",
-                "kind": "",
-                "choice": self.policy.name,
-                "detail": "",
-                "reason": "config scheduler.policy",
-            },
+            {"part": "policy", "kind": "", "choice": policy.name, "detail": detail, "reason": f"config {policy.key}"},
             {
                 "part": "prefill",
                 "kind": "",
@@ -180,6 +177,7 @@ def bind(
         if path not in known:
             raise LayoutRefused(config.layouts.layers[path].name, path, f"the model has {len(facts.layers)} layers")
     method, method_reason = _choose_method(model, config, plugins)
+    policy = parse_choice("scheduler.policy", config.scheduler.policy)
     bound = BoundModel(
         model=model,
         model_type=model_type or getattr(model, "model_type", type(model).__module__.rpartition(".")[2]),
@@ -188,7 +186,7 @@ def bind(
         plugins=plugins,
         layers=tuple(bind_layer(info, model, config, plugins) for info in facts.layers),
         samplers=specialised_first(plugins.registries.samplers),
-        policy=plugins.resolve("policy", config.scheduler.policy),
+        policy=evolved(plugins.resolve("policy", policy.name), policy.options, policy.key),
         method=method,
         method_reason=method_reason,
         adapters=Adapters(model, config.adapters.named, plugins),

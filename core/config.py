@@ -8,16 +8,17 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
 from oarlock.core import values
-from oarlock.core.errors import InvalidConfigValue, UnknownConfigKey, UnreadableConfig
+from oarlock.core.choices import Choice, check_keys, parse_choice, parse_name_or_choice, parse_table
+from oarlock.core.errors import InvalidConfigValue, UnreadableConfig
 
 KINDS = ("full", "rotating", "recurrent", "chunked", "composite")
 """The layer kinds that ``[layouts]`` may name: those of `contracts.layout.KINDS` (a test compares them)."""
@@ -32,44 +33,16 @@ UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 
-T = TypeVar("T")
-
-
-def _options(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(option, str) for option in value):
-        raise InvalidConfigValue(key, value, "tables of options")
-    return MappingProxyType(dict(value))
-
-
-@attrs.frozen(kw_only=True)
-class Choice:
-    """A plugin chosen by name, with its options. ``key`` is the place in the configuration, for messages."""
-
-    name: str
-    options: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}))
-    key: str = attrs.field(default="", eq=False)
-
-
-def _choice(key: str, value: Any) -> Choice:
-    if isinstance(value, Choice):
-        return value if value.key else attrs.evolve(value, key=key)
-    if isinstance(value, Mapping) and "name" in value:
-        options = _options(key, {option: given for option, given in value.items() if option != "name"})
-        return Choice(name=values.name(f"{key}.name", value["name"]), options=options, key=key)
-    if isinstance(value, str) and value.strip():
-        return Choice(name=value, key=key)
-    raise InvalidConfigValue(key, value, 'a name, or a table with "name" and options')
-
 
 def _kinds(_: str, value: Any) -> Mapping[str, Choice]:
-    _check_keys("layouts", value, (*KINDS, "layers"))
-    return MappingProxyType({kind: _choice(f"layouts.{kind}", chosen) for kind, chosen in value.items()})
+    check_keys("layouts", value, (*KINDS, "layers"))
+    return MappingProxyType({kind: parse_choice(f"layouts.{kind}", chosen) for kind, chosen in value.items()})
 
 
 def _layers(key: str, value: Any) -> Mapping[str, Choice]:
     """Return one choice per layer path: a range ``"0-3"`` becomes four entries."""
     layers: dict[str, Choice] = {}
-    for text, chosen in _options(key, value).items():
+    for text, chosen in parse_table(key, value).items():
         match = re.fullmatch(r"(\d+)(?:-(\d+)|\.(\d+))?", text)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or not first <= last < first + 10_000:
@@ -77,16 +50,16 @@ def _layers(key: str, value: Any) -> Mapping[str, Choice]:
         for path in [text] if match[3] else map(str, range(first, last + 1)):
             if path in layers:
                 raise InvalidConfigValue(key, text, f"each layer once; {layers[path].key} names layer {path} as well")
-            layers[path] = _choice(f"{key}.{text}", chosen)
+            layers[path] = parse_choice(f"{key}.{text}", chosen)
     return MappingProxyType(layers)
 
 
 def _adapters(_: str, value: Any) -> Mapping[str, Choice]:
     """Return how each adapter is opened: a bare path stands for a directory of kind `mlx_lm`."""
     named = {}
-    for name, given in _options("adapters", value).items():
+    for name, given in parse_table("adapters", value).items():
         key, path = f"adapters.{values.name('adapters', name)}", isinstance(given, str | PathLike)
-        named[name] = _choice(key, {"name": "mlx_lm", "path": values.name(key, str(given))} if path else given)
+        named[name] = parse_choice(key, {"name": "mlx_lm", "path": values.name(key, str(given))} if path else given)
     return MappingProxyType(named)
 
 
@@ -119,7 +92,7 @@ class SchedulerConfig:
 
     max_batch: int = _setting(16, values.floor)
     max_queued: int = _setting(64, values.whole(1))
-    policy: str = _setting("decode_first", values.name)
+    policy: str | Choice = _setting("decode_first", parse_name_or_choice)  # noqa: RUF009 - a field, as all here
     stall_bound_ms: float = _setting(0, values.at_least(0))
     prefill_chunk: int = _setting(512, values.whole(1))
     prefill_batch_tokens: int = _setting(2048, values.whole(1))
@@ -170,7 +143,7 @@ class MethodConfig:
     """``[method]``: the decoding method; every other key of the section is an option of that method."""
 
     name: str = _setting("plain", values.name)
-    options: Mapping[str, Any] = _setting({}, _options)
+    options: Mapping[str, Any] = _setting({}, parse_table)
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("adapters"))
@@ -221,14 +194,14 @@ class EngineConfig:
 
     def updated(self, changes: Mapping[str, Mapping[str, Any]]) -> EngineConfig:
         """Return a copy with ``changes``, shaped like the file: ``{"scheduler": {"max_batch": 4}}``."""
-        _check_keys("", changes, [section.name for section in attrs.fields(EngineConfig)])
+        check_keys("", changes, [section.name for section in attrs.fields(EngineConfig)])
         sections = {name: _change(name, getattr(self, name), given) for name, given in changes.items()}
         return attrs.evolve(self, **sections)
 
 
 def _change(name: str, section: Any, given: Any) -> Any:
     """Return ``section`` with the keys ``given`` in the shape of the file."""
-    given = _options(name, given)
+    given = parse_table(name, given)
     if name == "method":
         options = {key: value for key, value in given.items() if key != "name"}
         return MethodConfig(name=given.get("name", section.name), options=options)
@@ -238,7 +211,7 @@ def _change(name: str, section: Any, given: Any) -> Any:
         return LayoutsConfig(kinds={**section.kinds, **kinds}, layers={**section.layers, **layers})
     if name == "adapters":
         return AdaptersConfig(named={**section.named, **given})
-    _check_keys(name, given, [field.name for field in attrs.fields(type(section))])
+    check_keys(name, given, [field.name for field in attrs.fields(type(section))])
     for key, value in given.items():
         if UNAVAILABLE.get(f"{name}.{key}") == ():
             _refuse(f"{name}.{key}", value, ())
@@ -254,15 +227,6 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UnreadableConfig(str(path), str(error)) from error
 
 
-def _check_keys(section: str, given: Any, known: Iterable[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise InvalidConfigValue(section or "(the whole)", given, "a table")
-    known = tuple(known)
-    for key in given:
-        if key not in known:
-            raise UnknownConfigKey(str(key), section, known)
-
-
 def _refuse(key: str, value: object, allowed: tuple[object, ...]) -> None:
     shown = ", ".join("'none'" if item is None else repr(item) for item in allowed) or "leaving it out"
     raise InvalidConfigValue(key, value, f"{shown}; anything else is not available in this version")
@@ -274,15 +238,3 @@ def _refuse_unavailable(section: str, record: Any) -> None:
         allowed = UNAVAILABLE.get(key)
         if allowed is not None and value not in (*allowed, field.converter(field.default)):
             _refuse(key, value, allowed)
-
-
-def parse_options(options: type[T], given: Mapping[str, Any], section: str) -> T:
-    """Build a plugin's attrs class ``options`` from ``given``; ``section`` names the place in the configuration.
-
-    An unknown key raises `UnknownConfigKey`, a value that the class refuses `InvalidConfigValue`.
-    """
-    _check_keys(section, given, [field.alias for field in attrs.fields(options)])  # type: ignore[arg-type]
-    try:
-        return options(**given)
-    except (TypeError, ValueError) as error:
-        raise InvalidConfigValue(section, dict(given), str(error.args[0] if error.args else error)) from error

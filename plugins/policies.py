@@ -9,7 +9,9 @@ place in the batch and stand apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 
@@ -23,6 +25,18 @@ def _first_token_waits(counts: Counts) -> bool:
     """True where ending the iteration lets a consumer see a first token before more device work."""
     alone = counts.before == 0 and not counts.preparing and counts.active == 1 and counts.queued == 0
     return counts.published or (counts.early_first_token and alone)
+
+
+def _whole(_: object, field: attrs.Attribute[int], value: object) -> None:
+    if type(value) is not int or value < 1:
+        msg = f"{field.name} is {value!r}; whole numbers >= 1 are allowed"
+        raise ValueError(msg)
+
+
+def _seconds(_: object, field: attrs.Attribute[float], value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        msg = f"{field.name} is {value!r}; finite numbers of seconds >= 0 are allowed"
+        raise ValueError(msg)
 
 
 class _HighestFirst:
@@ -41,7 +55,7 @@ class DecodeFirst(_HighestFirst):
     """
 
     name: str = "decode_first"
-    coalesce_s: float = 0.0
+    coalesce_s: float = attrs.field(default=0.0, validator=_seconds)
 
     def ends_after_preparation(self, counts: Counts) -> bool:
         """Return True only while nothing ran before, so that nobody waits for the turn that is skipped."""
@@ -60,7 +74,7 @@ class Fifo(_HighestFirst):
     """
 
     name: str = "fifo"
-    coalesce_s: float = 0.025
+    coalesce_s: float = attrs.field(default=0.025, validator=_seconds)
 
     def ends_after_preparation(self, counts: Counts) -> bool:
         """Return True when output was published, or a lone first token is ready."""
@@ -79,7 +93,7 @@ class PrefillFirst(_HighestFirst):
     """
 
     name: str = "prefill_first"
-    coalesce_s: float = 0.0
+    coalesce_s: float = attrs.field(default=0.0, validator=_seconds)
 
     def ends_after_preparation(self, counts: Counts) -> bool:
         """Return True until every prompt is done, and for first tokens to be seen."""
@@ -99,7 +113,7 @@ class FairShare(DecodeFirst):
     """
 
     name: str = "fair_share"
-    patience: int = 4
+    patience: int = attrs.field(default=4, validator=_whole)
 
     def choose(self, lanes: Sequence[Lane]) -> int:
         """Return the one passed over most often where that is too often, else the highest priority."""

@@ -34,7 +34,10 @@ class Lane:
 
 
 class Policy(Protocol):
-    """Where decode stands between admissions and preparations, and who is next. Stateless, chosen in the config."""
+    """Where decode stands between admissions and preparations, and who is next. Stateless, chosen in the config.
+
+    The fields of one that is an attrs class are its options: the config changes them in a copy of the one registered.
+    """
 
     @property
     def name(self) -> str:

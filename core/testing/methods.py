@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from oarlock.core.config import parse_options
+from oarlock.core.choices import parse_options
 from oarlock.core.contracts.method import Method
 from oarlock.core.engine import Engine
 from oarlock.core.handle import Handle

@@ -7,7 +7,7 @@ import pytest
 # Inside core a file imports from its own rank and the ranks before it.
 ORDER = (
     {"errors", "request", "result"},
-    {"row", "contracts", "config", "text", "tracing", "values", "cleanup"},
+    {"row", "contracts", "choices", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
     {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},

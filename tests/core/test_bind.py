@@ -1,5 +1,7 @@
 """Binding: one layout a layer, chosen and explained, everything that cannot be refused before the first request."""
 
+import math
+
 import attrs
 import mlx.core as mx
 import pytest
@@ -12,6 +14,7 @@ from oarlock.core.engine import Engine
 from oarlock.core.manager import build
 from oarlock.core.testing import models
 from oarlock.layouts.full import FullCache, FullLayout, FullOptions
+from oarlock.plugins.policies import FairShare
 
 
 @attrs.frozen
@@ -180,6 +183,30 @@ def test_the_plan_explains_itself(tiny):
     assert parts["policy"]["choice"] == "decode_first"
     assert all(line["reason"] for line in lines)
     assert all(type(value) is str for line in lines for value in line.values())
+
+
+def test_a_policy_takes_its_fields_as_options(tiny):
+    """The one registered stays as it is; a field that is unknown, or its name, is refused, and so is a wrong value."""
+    chosen = {"name": "fair_share", "patience": 2, "coalesce_s": 0.5}
+    plan = bound(tiny, {"scheduler": {"policy": chosen}})
+    assert plan.policy == FairShare(patience=2, coalesce_s=0.5)
+    assert plan.plugins.resolve("policy", "fair_share") == FairShare()
+    (line,) = (line for line in plan.explain() if line["part"] == "policy")
+    assert (line["choice"], line["detail"]) == ("fair_share", "patience 2, coalesce_s 0.5")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"name": "fair_share", "patient": 2}, errors.UnknownConfigKey),
+        ({"name": "decode_first", "patience": 2}, errors.UnknownConfigKey),
+        *(({"name": "fair_share", "patience": bad}, errors.InvalidConfigValue) for bad in (0, 1.0, True, "4", None)),
+        *(({"name": "fifo", "coalesce_s": bad}, errors.InvalidConfigValue) for bad in (-1, math.inf, True, "1")),
+    ],
+)
+def test_wrong_options_of_a_policy_are_refused(tiny, options, error):
+    with pytest.raises(error, match=r"scheduler\.policy"):
+        bound(tiny, {"scheduler": {"policy": options}})
 
 
 def test_bytes_are_summed_over_the_layers(tiny):

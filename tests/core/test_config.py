@@ -7,7 +7,8 @@ import attrs
 import pytest
 
 from oarlock.core import errors, values
-from oarlock.core.config import KINDS, UNAVAILABLE, Choice, EngineConfig, LayoutsConfig, SchedulerConfig, parse_options
+from oarlock.core.choices import Choice, parse_options
+from oarlock.core.config import KINDS, UNAVAILABLE, EngineConfig, LayoutsConfig, SchedulerConfig
 from oarlock.core.contracts import layout
 
 SECTIONS = {section.name for section in attrs.fields(EngineConfig)}
@@ -211,7 +212,7 @@ def test_max_batch_is_rounded_down(given, rows):
         *(("stall_bound_ms", bad) for bad in (-1, "0", True, float("nan"))),
         *(("overcommit", bad) for bad in (0.5, "1", True, float("inf"))),
         *(("kv_budget", bad) for bad in ("0%", "101%", "much", -1, True, "4 bananas", 0.0, 1.5)),
-        *(("policy", bad) for bad in ("", " ", 3)),
+        *(("policy", bad) for bad in ("", " ", 3, None)),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_and_value(key, bad):
