@@ -34,12 +34,8 @@ class Emitter:
         """Account one sampled token; False when the row is over. Never raises."""
         if row.over:
             return False
-        fault = drawn.error or row.fault
-        if fault is not None:
-            return self._poison(row, fault)
-        if row.stop_at is not None:
-            row.truncate(row.stop_at)
-            return self.finish(row, FinishReason.STOP)
+        if drawn.error is not None:
+            return self._poison(row, drawn.error)
         if row.cancelled:
             return self.finish(row, FinishReason.CANCELLED)
         if not drawn.finite:
@@ -69,6 +65,8 @@ class Emitter:
         """Settle a row that is over: its result or error, its last event, the observers. True the first time only."""
         if row.outcome is not None:
             return False
+        if row.error is None:
+            self._heed(row)
         now = self.clock()
         try:
             tail = row.text.finish() if row.text is not None and row.error is None else ""
@@ -132,6 +130,14 @@ class Emitter:
             if row.request.on_token is not None and _refuses(row, row.request.on_token(event)):
                 return True
         return row.text is not None and row.text.stopped is not None
+
+    def _heed(self, row: Row) -> None:
+        """End a row as its consumer said, which may have come after tokens that it had not seen."""
+        if row.fault is not None:
+            self._poison(row, row.fault)
+        elif row.stop_at is not None:
+            row.truncate(row.stop_at)
+            row.reason = FinishReason.STOP
 
     def _poison(self, row: Row, error: BaseException) -> bool:
         """Reject one row; its state is never stored."""

@@ -266,7 +266,7 @@ class ExecutionGroup:
 
     def _drop_cancelled(self) -> None:
         """Let cancelled rows go before the step is built; what they have in flight is never read."""
-        gone = [row for row in self._rows if row.cancelled and row.fault is None and row.stop_at is None]
+        gone = [row for row in self._rows if row.cancelled]
         for row in gone:
             self.finish(row, FinishReason.CANCELLED)
         if gone:

@@ -42,9 +42,9 @@ class Handle:
         self._engine.kick()
 
     def interrupt(self, *, fault: BaseException | None = None, stop_at: int | None = None) -> None:
-        """Reject the row with ``fault``, or end it after ``stop_at`` delivered tokens, at its next one."""
-        self._row.fault, self._row.stop_at = fault, stop_at
-        self._engine.kick()
+        """End the row at the next safe point: with ``fault``, or after ``stop_at`` of the tokens it has by then."""
+        self._row.fault, self._row.stop_at = fault, stop_at  # before it is seen to be cancelled
+        self.cancel()
 
     def result(self, timeout: float | None = None) -> Result:
         """Return the result, or raise the row's own error.

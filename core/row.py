@@ -60,9 +60,9 @@ class Row:
     preempted: bool = False
     """Gave its state up once, for want of memory."""
     fault: BaseException | None = None
-    """Set from any thread: reject the row with this at its next token."""
+    """Set from any thread, before ``cancelled``: the row ends with this."""
     stop_at: int | None = None
-    """Set from any thread: the row ended after this many delivered tokens; what came later is taken back."""
+    """Set from any thread, before ``cancelled``: the row ended after so many tokens; what came later is taken back."""
     outcome: Result | BaseException | None = None
     events: Callable[[TokenEvent], None] | None = None
     ended: Callable[[BaseException | None], None] | None = None

@@ -126,3 +126,35 @@ def test_a_cancel_that_expects_a_row_to_have_run_is_found(engines, successor, to
     monkeypatch.setattr(Driver, "conclude", conclude)
     with pytest.raises(AssertionError):
         check_all_at_once(engines(successor, plugins=[told], max_batch=3), told, ask, counted)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("after", [4, TOKENS])
+def test_what_a_late_consumer_says_stands(tiny, cancelled, after):
+    """A verdict on an earlier token holds, though tokens came since, were they the last, and the row be cancelled too."""
+    prompts = models.prompts(LENGTHS, 97, seed=5)
+    said = {"0": {"stop_at": 2}, "1": {"fault": ZeroDivisionError()}}
+    handles, late = {}, []
+
+    def act(event):
+        if event.index == after - 1:
+            handles[event.request_id].interrupt(**said[event.request_id])
+            if cancelled:
+                handles[event.request_id].cancel()
+        elif event.index >= after:
+            late.append(event)
+
+    with Engine(tiny, config={"scheduler": {"prefill_chunk": 8}}) as engine:
+        for i, prompt in enumerate(prompts):
+            consumer = act if i < 2 else None
+            request = Request(prompt_ids=prompt, max_tokens=TOKENS, id=str(i), on_token=consumer)
+            handles[str(i)] = engine.submit(request)
+        stopped, *others = (handles[i].result() for i in "023")
+        with pytest.raises(ZeroDivisionError):
+            handles["1"].result()
+        assert engine.stats()["retries"] == 0
+    assert not late
+    alone = [models.serial(tiny, prompt, TOKENS).tokens for prompt in prompts]
+    assert (stopped.finish_reason, list(stopped.token_ids)) == (FinishReason.STOP, list(alone[0][:2]))
+    assert stopped.usage.generated_tokens == 2
+    assert [list(each.token_ids) for each in others] == [list(tokens) for tokens in alone[2:]]

@@ -143,7 +143,8 @@ def _check_request(world: World, plan: Plan) -> None:
     require(wanted or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
     require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
     if isinstance(outcome, Result):
-        require(outcome.token_ids == got, f"{plan.id} has {outcome.token_ids} and was given {got}")
+        kept = len(got) - told.taken_back if outcome.finish_reason == told.end else len(got)
+        require(outcome.token_ids == got[:kept], f"{plan.id} has {outcome.token_ids} and was given {got}")
     if _natural(world, plan, told, got, outcome):
         return
     if isinstance(outcome, EngineClosed):
@@ -159,7 +160,9 @@ def _not_stored(world: World, plan: Plan) -> bool:
     """A row that finished is stored, unless it asked not to be or shared a batch with too short a prompt."""
     row, outcome = world.row(plan), world.handles[plan.index].outcome
     short = row.merged and len(plan.prompt) < world.setting.publish_min_tokens
-    unwanted = not plan.reuse or short or world.store.broken is not None or row.reason is FinishReason.CANCELLED
+    unwanted = (
+        not plan.reuse or plan.lag or short or world.store.broken is not None or row.reason is FinishReason.CANCELLED
+    )
     if unwanted or not isinstance(outcome, Result):
         return False
     return not any(tokens[: len(plan.prompt)] == plan.prompt for _, tokens, _ in world.store.entries)

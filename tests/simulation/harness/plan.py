@@ -42,7 +42,8 @@ def causes(error: BaseException) -> list[BaseException]:
 class Plan:
     """One request and its one fault.
 
-    ``at`` is a token index for "callback" and "false" (raise, or return False, at that delivery), a sample for
+    ``at`` is a token index for "callback" and "false" (raise, or return False, at that delivery; where ``lag`` is 2 or 1,
+    say so from outside, so many tokens later, as consumers do that run behind), a sample for
     "sampler", a position for "poison" (a forward over it raises), "nan" (its values are NaN) and "device" (a forward
     over it fails when it is evaluated). "join": merging the row into running ones raises.
     """
@@ -65,6 +66,7 @@ class Plan:
     acts_at: int | None = None
     """Token index at whose delivery the consumer itself does something to the engine."""
     answer: Any = None
+    lag: int = 0
 
     @property
     def id(self) -> str:
@@ -78,6 +80,8 @@ class Fate:
     tokens: tuple[int, ...]
     end: str
     generated: int
+    taken_back: int = 0
+    """How many of the tokens the result does not hold."""
 
 
 def drawn(plan: Plan, history: list[int], step: int, layers: int) -> int:
@@ -104,6 +108,6 @@ def fate(plan: Plan, layers: int = 1) -> Fate:
             return Fate(tuple(tokens), "stop", step + 1)
         tokens.append(token)
         history.append(token)
-        if plan.fault in ("callback", "false") and step == plan.at:
-            return Fate(tuple(tokens), "callback" if plan.fault == "callback" else "stop", step + 1)
+        if plan.fault in ("callback", "false") and step == plan.at + plan.lag:
+            return Fate(tuple(tokens), "callback" if plan.fault == "callback" else "stop", plan.at + 1, plan.lag)
     return Fate(tuple(tokens), "length", plan.max_tokens)

@@ -136,6 +136,8 @@ def _add_fault(rng: random.Random, plan: Plan) -> None:
     plan.at = rng.randrange(plan.max_tokens)
     if plan.fault in BY_POSITION:
         plan.at = rng.randrange(len(plan.prompt) + plan.max_tokens)
+    if plan.fault in ("callback", "false"):
+        plan.lag = (0, 0, 1, 2)[plan.seed % 4]
     if plan.fault == "sampler":
         plan.temperature = 0.8  # so that it takes the stub's sampler
 

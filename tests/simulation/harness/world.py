@@ -287,13 +287,22 @@ class World:
         got.append(event.token)
         if plan.acts_at == event.index or self.tools.rebuilding:
             self.consumer_acts(plan)
-        if event.index == plan.at and plan.fault == "callback":
+        if event.index == plan.at + plan.lag and plan.fault in ("callback", "false"):
+            return self._verdict(plan)
+        return plan.answer  # None, 0 and "" go on like anything else
+
+    def _verdict(self, plan: Plan) -> bool:
+        """End the row as a consumer does: where it lags, by what was its verdict on a token before."""
+        if plan.lag:
+            self.count("consumer lags")
+            fault = Planned("callback", plan.index) if plan.fault == "callback" else None
+            self.handles[plan.index].interrupt(fault=fault, stop_at=None if fault else plan.at + 1)
+            return True
+        if plan.fault == "callback":
             self.count("callback raises")
             raise Planned("callback", plan.index)
-        if event.index == plan.at and plan.fault == "false":
-            self.count("callback stops")
-            return False
-        return plan.answer  # None, 0 and "" go on like anything else
+        self.count("callback stops")
+        return False
 
     def _event(self, plan: Plan, event) -> None:
         if event.finish_reason is not None and plan.fault == "end":
