@@ -74,9 +74,12 @@ def at_end(world: World) -> None:
     """Check every request's outcome and that nothing is left."""
     if world.violations:
         raise AssertionError(world.violations[0])
-    for plan in world.plans.values():
-        if plan.index in world.handles:
-            _check_request(world, plan)
+    told = {index: fate(plan, world.setting.layers) for index, plan in world.plans.items()}
+    # What another row is looked up by: its prompt, and after a preemption its answer.
+    known = [(*plan.prompt, *told[index].tokens) for index, plan in world.plans.items() if plan.reuse]
+    for index, plan in world.plans.items():
+        if index in world.handles:
+            _check_request(world, plan, told[index], known)
     lost = [plan.id for plan in world.plans.values() if plan.index in world.handles and _not_stored(world, plan)]
     most = world.tools.raised * world.setting.scheduler["max_batch"]  # who ended in the step that failed
     world.require(len(lost) <= most, f"{lost} finished and were not stored")
@@ -120,9 +123,9 @@ def nothing_lives(world: World) -> None:
     world.require(all(row() is None for row in rows), "rows outlive their handles")
 
 
-def _check_request(world: World, plan: Plan) -> None:
+def _check_request(world: World, plan: Plan, told: Fate, known: list[tuple[int, ...]]) -> None:
     require, handle = world.require, world.handles[plan.index]
-    outcome, told = handle.outcome, fate(plan, world.setting.layers)
+    outcome = handle.outcome
     require(handle.done and outcome is not None, f"{plan.id} never settled")
     finished, failed = world.settled["finished", plan.id], world.settled["failed", plan.id]
     require((finished, failed) == ((1, 0) if isinstance(outcome, Result) else (0, 1)), f"{plan.id} settled twice")
@@ -135,10 +138,6 @@ def _check_request(world: World, plan: Plan) -> None:
     row, got = world.row(plan), tuple(world.delivered[plan.index])
     require(row.sampled <= row.max_tokens, f"{plan.id} was sampled {row.sampled} times")
     length = len(plan.prompt)
-    # What another row is looked up by: its prompt, and after a preemption its answer.
-    known = [
-        (*other.prompt, *fate(other, world.setting.layers).tokens) for other in world.plans.values() if other.reuse
-    ]
     wanted = any(length <= len(ids) and ids[:length] == plan.prompt for ids in known)
     require(wanted or plan.prompt not in world.store.looked_up, f"{plan.id} must not be looked up")
     require(got == told.tokens[: len(got)], f"{plan.id} got {got}; alone it gets {told.tokens}")
