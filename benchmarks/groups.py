@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from storages import KV_HEADS, SIZE, tokens
 
 from oarlock.core import manager
-from oarlock.core.config import parse_options
+from oarlock.core.choices import parse_options
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions
 
 LAYERS, CHUNK = 30, 512

@@ -87,10 +87,6 @@ class ApartCache(Parted):
         part, place = self.part_of(row)
         return part.cache.extract(place)
 
-    def reusable(self, tokens: int) -> int:
-        """Return the longest prefix, at most ``tokens``, that every part can reuse."""
-        return min((part.cache.reusable(tokens) for part in self._parts), default=0)
-
     def columns(self, widths: Sequence[int]) -> Hashable:
         """Describe the columns of every part."""
         return tuple((tuple(part.places), part.cache.columns(at(widths, part.places))) for part in self._parts)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.composition import BoundLayer
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
+from oarlock.layouts.joins import check_cut
 
 OARLOCK_API = 1
 
@@ -131,6 +132,12 @@ class CompositeCache:
         for part in self.caches:
             tokens = part.reusable(tokens)
         return tokens if all(part.reusable(tokens) == tokens for part in self.caches) else 0
+
+    def cut(self, tokens: int) -> None:
+        """Cut every part, or none."""
+        check_cut(tokens, self.reusable(tokens), self.tokens)
+        for part in self.caches:
+            part.cut(tokens)
 
     def columns(self, widths: Sequence[int]) -> Hashable:
         """Describe the columns of every part."""

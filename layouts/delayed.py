@@ -180,7 +180,7 @@ class DelayedCache(NamedPlanes, Parted):
 
     def reusable(self, tokens: int) -> int:
         """Return the longest prefix, at most ``tokens``; 0 where a packed row would be cut to what should be plain."""
-        found = min((part.cache.reusable(tokens) for part in self._parts if part.places), default=0)
+        found = super().reusable(tokens)
         return 0 if self.packed.rows and found < self.stop else found
 
     def columns(self, widths: Sequence[int]) -> Hashable:

@@ -1,4 +1,4 @@
-"""What every cache asks before rows join it, or before it makes room for them. It moves none."""
+"""What every cache asks before rows join it, go back, or get room. It moves none."""
 
 from __future__ import annotations
 
@@ -16,4 +16,11 @@ def check_room(tokens: Sequence[int], held: Sequence[int]) -> None:
     """Raise ValueError where ``tokens`` are fewer than the rows hold."""
     if len(tokens) < len(held) or any(wanted < has for wanted, has in zip(tokens, held, strict=False)):
         msg = f"room was asked for rows of {list(tokens)} tokens; the rows hold {list(held)}, the least allowed"
+        raise ValueError(msg)
+
+
+def check_cut(tokens: int, longest: int, held: Sequence[int]) -> None:
+    """Raise ValueError where rows of ``held`` tokens cannot be cut to ``tokens``, of which ``longest`` are reusable."""
+    if not 0 < tokens == longest:
+        msg = f"rows of {list(held)} tokens cannot be cut to {tokens}; the longest prefix of it has {longest} tokens"
         raise ValueError(msg)

@@ -15,7 +15,7 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
 from oarlock.layouts.blocks import Blocks, Share
-from oarlock.layouts.joins import check_room, check_slots
+from oarlock.layouts.joins import check_cut, check_room, check_slots
 from oarlock.layouts.library import Library
 from oarlock.layouts.pages import PagedOptions, PagedState, Pages, attends, bytes_of, format_of
 from oarlock.layouts.planes import NamedPlanes, Planes
@@ -49,10 +49,7 @@ class PagedCache(NamedPlanes):
     @property
     def offset(self) -> int | mx.array:
         """Positions of the next token: one integer where all rows agree, else int32 ``[B]``."""
-        starts = self._starts
-        if starts.equal:
-            return starts[0] + self._written
-        return starts.array + self._written if self._written else starts.array
+        return self._starts.moved(self._written)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Return the mask of the coming forward; models ask before the append."""
@@ -84,9 +81,7 @@ class PagedCache(NamedPlanes):
         """Open a forward: blocks for the coming tokens, once for all layers; this layer's shared ones are copied."""
         table = self._table
         if len(widths) != self.rows or starts != table.tokens:
-            msg = (
-                f"begin got {len(widths)} widths and starts {list(starts)} for {self.rows} rows at {list(self.tokens)}"
-            )
+            msg = f"begin got {len(widths)} widths and {list(starts)} for {self.rows} rows at {list(self.tokens)}"
             raise ValueError(msg)
         key = ("begin", weakref.ref(table), tuple(widths))
         plan = self._blocks.together(self._pages.number, key, lambda: Plan(self._blocks, table, widths, starts))
@@ -158,8 +153,7 @@ class PagedCache(NamedPlanes):
 
     def add(self, n: int) -> None:
         """Append ``n`` empty rows."""
-        table = self._table
-        self._become(("add", weakref.ref(table), n), lambda: table.added(self._blocks, n))
+        self._become(lambda table: table.added(self._blocks, n), "add", n)
 
     def join(self, other: BatchCache, slots: Sequence[int]) -> None:
         """Share the blocks of ``other``'s rows, or copy them from another pool. Nothing changes when it raises."""
@@ -169,15 +163,14 @@ class PagedCache(NamedPlanes):
         check_slots(slots, self.rows, other.rows)
         table, theirs = self._table, other._table
         if other._pages is self._pages:
-            self._become(("join", weakref.ref(table), weakref.ref(theirs)), lambda: table.joined(theirs))
+            self._become(lambda table: table.joined(theirs), "join", weakref.ref(theirs))
             return
         self._pages.check_format(other._pages.format)
         rows = [other._pages.row(*row) if row[1] else {} for row in zip(theirs.rows, theirs.tokens, strict=True)]
         for row in rows:
             if row:
                 self._pages.check(row)
-        key = ("fill", weakref.ref(table), theirs.tokens)
-        self._become(key, lambda: table.filled(self._blocks, theirs.tokens))
+        self._become(lambda table: table.filled(self._blocks, theirs.tokens), "fill", theirs.tokens)
         for row, share in zip(rows, self._table.rows[len(table.rows) :], strict=True):
             if row:
                 self._pages.put(share, 0, row)
@@ -192,8 +185,8 @@ class PagedCache(NamedPlanes):
 
     def keep(self, indices: Sequence[int]) -> None:
         """Make old row ``indices[i]`` the new row i; the blocks of the others are free at once."""
-        table, wanted = self._table, tuple(indices)
-        self._become(("keep", weakref.ref(table), wanted), lambda: table.kept(wanted))
+        wanted = tuple(indices)
+        self._become(lambda table: table.kept(wanted), "keep", wanted)
 
     def extract(self, row: int) -> RowState:
         """Return a counted share of a row's full blocks, and a dispatched copy of the tokens behind them."""
@@ -207,6 +200,11 @@ class PagedCache(NamedPlanes):
     def reusable(self, tokens: int) -> int:
         """Return ``tokens``: any prefix of full attention is one."""
         return min(tokens, min(self.tokens, default=0))
+
+    def cut(self, tokens: int) -> None:
+        """Let rows go back to their first ``tokens``; blocks behind them are free again."""
+        check_cut(tokens, self.reusable(tokens), self.tokens)
+        self._become(lambda table: table.cut(self._blocks, tokens), "cut", tokens)
 
     def columns(self, widths: Sequence[int]) -> Hashable:
         """Describe the columns read: token t in column t, as far as the longest row reaches."""
@@ -223,9 +221,11 @@ class PagedCache(NamedPlanes):
             raise ValueError(msg)
         return self._plan
 
-    def _become(self, key: tuple[Any, ...], make: Callable[[], Table]) -> None:
+    def _become(self, make: Callable[[Table], Table], *key: Hashable) -> None:
+        """Have the table that ``make`` makes of this one: once for all layers that ask by the same ``key``."""
+        table = self._table
         self._plan, self._copied, self._written = None, {}, 0
-        self._table = self._blocks.together(self._pages.number, key, make)
+        self._table = self._blocks.together(self._pages.number, (*key, weakref.ref(table)), lambda: make(table))
 
 
 class PagedLayout:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from oarlock.core.contracts.composition import Part
 from oarlock.core.contracts.layout import BatchCache
-from oarlock.layouts.joins import check_room
+from oarlock.layouts.joins import check_cut, check_room
 
 T = TypeVar("T")
 
@@ -57,6 +57,21 @@ class Parted:
     def compact(self) -> None:
         """Compact every part."""
         self.reserve(self.tokens)
+
+    def reusable(self, tokens: int) -> int:
+        """Return the longest prefix, at most ``tokens``, that every part can be cut to."""
+        return min((part.cache.reusable(tokens) for part in self._parts if part.places), default=0)
+
+    def cut(self, tokens: int) -> None:
+        """Cut every part."""
+        check_cut(tokens, self.reusable(tokens), self.tokens)
+        for part in self._parts:
+            if part.places:
+                part.cache.cut(tokens)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Note that rows have changed."""
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays of all parts."""

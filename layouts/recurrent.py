@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
-from oarlock.layouts.joins import check_room, check_slots
+from oarlock.layouts.joins import check_cut, check_room, check_slots
 
 OARLOCK_API = 1
 
@@ -162,6 +162,10 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
         """Return the tokens that the state covers if they are within ``tokens``, else 0: it holds no shorter prefix."""
         covered = max(self._tokens, default=0)
         return covered if covered <= tokens and min(self._tokens, default=0) == covered else 0
+
+    def cut(self, tokens: int) -> None:
+        """Change nothing: a state can only be cut to what it covers."""
+        check_cut(tokens, self.reusable(tokens), self.tokens)
 
     def columns(self, widths: Sequence[int]) -> Hashable:
         """Describe what every recurrent layer has: no columns."""

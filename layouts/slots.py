@@ -12,7 +12,7 @@ from typing import Any, Self
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import BatchCache, Positions, RowState
-from oarlock.layouts.joins import check_room, check_slots
+from oarlock.layouts.joins import check_cut, check_room, check_slots
 from oarlock.layouts.planes import COLUMN_STEP, Planes, copied, grown, resized, round_up
 
 
@@ -204,6 +204,11 @@ class SlotCache:
                     self.planes[name][new : new + 1, :, :columns] = plane[i : i + 1]
                 self._clear(slice(new, new + 1), columns)  # as in a join
         self._set_tokens(tuple(self._tokens[old] for old in indices))
+
+    def cut(self, tokens: int) -> None:
+        """Let rows go back to their first ``tokens``; what stays behind them is overwritten by the next append."""
+        check_cut(tokens, self.reusable(tokens), self.tokens)
+        self._set_tokens((tokens,) * self.rows)
 
     # --- storage ----------------------------------------------------------------------------------------
 

@@ -56,6 +56,11 @@ class Table:
         """Return rows ``indices`` with owners of their own."""
         return Table(tuple(self.rows[i].again() for i in indices), tuple(self.tokens[i] for i in indices))
 
+    def cut(self, blocks: Blocks, tokens: int) -> Table:
+        """Return the rows with their first ``tokens``."""
+        full = _blocks_for(tokens, blocks.size)
+        return Table(tuple(Share(blocks, row.ids[:full]) for row in self.rows), (tokens,) * len(self.rows))
+
     def joined(self, other: Table) -> Table:
         """Return the table with the rows of ``other`` behind, sharing their blocks."""
         return Table((*self.rows, *(share.again() for share in other.rows)), (*self.tokens, *other.tokens))

@@ -256,7 +256,14 @@ class BatchCache(Protocol):
         ...
 
     def reusable(self, tokens: int) -> int:
-        """Return the longest prefix, at most ``tokens``, for which this state can be reused."""
+        """Return the longest prefix, at most ``tokens``, that `cut` can bring all rows to; 0 where there is none."""
+        ...
+
+    def cut(self, tokens: int) -> None:
+        """Let every row go back to its first ``tokens``, between forwards. Copies nothing.
+
+        Raises ValueError, and changes nothing, where ``tokens`` is 0 or `reusable` says less.
+        """
         ...
 
     def columns(self, widths: Sequence[int]) -> Hashable:

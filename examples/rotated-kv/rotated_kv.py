@@ -218,6 +218,13 @@ class RotatedCache:
         """Return ``tokens``: any prefix is one."""
         return min(tokens, min(self.tokens, default=0))
 
+    def cut(self, tokens: int) -> None:
+        """Let rows go back to their first ``tokens``; what stays behind them is overwritten."""
+        if not 0 < tokens == self.reusable(tokens):
+            msg = f"rows of {list(self.tokens)} tokens cannot be cut to {tokens}"
+            raise ValueError(msg)
+        self._set(self.buffers, (tokens,) * self.rows)
+
     def columns(self, widths: Sequence[int]) -> tuple[str, int]:
         """Describe what is read: token t in column t."""
         return ("left", max(self.tokens, default=0) + max(widths, default=0))

@@ -25,13 +25,14 @@ from oarlock.core.testing.layouts.cases import Case, Subject
 from oarlock.core.testing.layouts.forwards import Forwards
 from oarlock.core.testing.layouts.masks import Masks
 from oarlock.core.testing.layouts.membership import Membership
+from oarlock.core.testing.layouts.prefixes import Prefixes
 from oarlock.core.testing.layouts.room import Room
 from oarlock.core.testing.layouts.storage import Storage
 
 __all__ = ["LayoutContract", "violations"]
 
 
-class LayoutContract(Forwards, Masks, Membership, Storage, Room):
+class LayoutContract(Forwards, Masks, Membership, Storage, Prefixes, Room):
     """What a layout promises, clause by clause; subclass it, name a ``layout``, and let pytest find the subclass.
 
     ``layout`` is an object, or the name of an installed one; ``options`` as they stand in a config file.

@@ -141,12 +141,17 @@ def _restore(rows: Rows, draw: random.Random) -> None:
     rows.join(rows.restored(states, pieces))
 
 
+def _cut(rows: Rows, draw: random.Random) -> None:
+    if allowed := [tokens for tokens in range(1, min(rows.lengths) + 1) if rows.reusable(tokens)]:
+        rows.cut(draw.choice(allowed))
+
+
 def _compact(rows: Rows, _draw: random.Random) -> None:
     rows.compact()
 
 
 _OPERATIONS: dict[str, Callable[[Rows, random.Random], None]] = {
     "step": _step, "window": _window, "chunk": _chunk, "abort": _abort, "enter": _enter, "add": _add, "keep": _keep,
-    "break": _break, "take": _take, "restore": _restore, "compact": _compact,
+    "break": _break, "take": _take, "restore": _restore, "compact": _compact, "cut": _cut,
 }  # fmt: skip
-_WEIGHTS = (3, 4, 1, 1, 2, 1, 2, 1, 1, 1, 1)
+_WEIGHTS = (3, 4, 1, 1, 2, 1, 2, 1, 1, 1, 1, 1)

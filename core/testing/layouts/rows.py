@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -241,8 +241,20 @@ class Rows:
     def restored(self, states: Sequence[RowState], pieces: Sequence[tuple[int, ...]]) -> Rows:
         """Return a row made of what was extracted when its tokens were ``pieces``."""
         self.log.append("restore")
-        each = zip(self.layers.bound, states, strict=True)
-        return self._others([bound.layout.restore(state) for bound, state in each], [list(pieces)])
+        caches = [bound.layout.restore(state) for bound, state in zip(self.layers.bound, states, strict=True)]
+        return self._others(caches, [list(pieces)])
+
+    def reusable(self, tokens: int) -> bool:
+        """Say whether every layer can be cut to so few."""
+        return all(cache.reusable(tokens) == tokens > 0 for cache in self.caches)
+
+    def cut(self, tokens: int) -> None:
+        """Let every row go back to its first ``tokens``."""
+        self.log.append(f"cut({tokens})")
+        for cache in self.caches:
+            cache.cut(tokens)
+        self.pieces = [_first(pieces, tokens) for pieces in self.pieces]
+        self.check_counts()
 
     def compact(self) -> None:
         """Compact every layer."""
@@ -273,11 +285,16 @@ class Rows:
         return Rows(self.layers, caches, pieces, [*self.log, "then of it:"], self.window, self.fresh)
 
 
+def _first(pieces: Sequence[tuple[int, ...]], tokens: int) -> list[tuple[int, ...]]:
+    """Return the first ``tokens`` of a row in the pieces that they came in."""
+    starts = [sum(map(len, pieces[:i])) for i in range(len(pieces))]
+    return [piece[: tokens - start] for start, piece in zip(starts, pieces, strict=True) if start < tokens]
+
+
 def through_file(state: RowState, folder: Path) -> RowState:
     """Write a state as safetensors and read it back: what a disk or another process would give."""
     path = str(folder / "state.safetensors")
     mx.save_safetensors(path, state.arrays(), state.meta())
-    loaded: Any = mx.load(path, return_metadata=True)
-    arrays, meta = loaded
+    arrays, meta = cast(Any, mx.load(path, return_metadata=True))
     mx.eval(arrays)  # read now, before the file is another's
     return RowState(layout=state.layout, tokens=state.tokens, arrays=arrays, meta=meta)

@@ -12,6 +12,7 @@ from oarlock.core.testing.layouts import LayoutContract, violations
 from oarlock.layouts.composite import CompositeCache, CompositeLayout
 from oarlock.layouts.delayed import DelayedCache, DelayedLayout
 from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.joins import check_cut
 from oarlock.layouts.packed import KeysValues
 from oarlock.layouts.planes import column_bytes
 from oarlock.layouts.quantized import QuantizedCache, QuantizedLayout, QuantizedOptions, packed_of
@@ -222,6 +223,20 @@ class ReusesTooMuch(FullCache):
         return tokens
 
 
+class CutsNothing(FullCache):
+    """Goes on behind what was cut off."""
+
+    def cut(self, tokens):
+        check_cut(tokens, self.reusable(tokens), self.tokens)
+
+
+class CutsUnasked(FullCache):
+    """Cuts rows to more than they have."""
+
+    def cut(self, tokens):
+        self._set_tokens((tokens,) * self.rows)
+
+
 class TakesAnyGeometry(FullCache):
     """Does not look at what joins: one head is written to all."""
 
@@ -358,6 +373,13 @@ class ReusesTheOverwritten(RotatingCache):
 
     def reusable(self, tokens):
         return min(tokens, *self.tokens)
+
+
+class ReusesOneBack(RotatingCache):
+    """Believes that a window that has turned still has what its last token took the place of."""
+
+    def reusable(self, tokens):
+        return super().reusable(tokens) or (tokens if tokens == min(self.tokens) - 1 else 0)
 
 
 class NoSlack(RotatingCache):
@@ -514,6 +536,9 @@ PLANTED = [
     (Cached(ReusesTooMuch), "test_what_can_be_reused"),
     (AddsNoMask, "test_masks_of_the_models_own"),
     (Ringed(ReusesTheOverwritten), "test_what_can_be_reused"),
+    (Ringed(ReusesOneBack), "test_a_prefix_that_is_reused"),
+    (Cached(CutsNothing), "test_a_prefix_that_is_reused"),
+    (Cached(CutsUnasked), "test_what_cannot_be_reused"),
     (Cached(AsksTheLayer), "test_a_row_that_comes_back"),
     (Cached(ProjectsWhatIsNeeded), "test_growth_was"),
     (Cached(ProjectsToday), "test_growth_was"),
