@@ -14,14 +14,14 @@ ANYWHERE = ("submit", "hold", "release", "close", "task", "task raises", "cancel
 WHOSE = {
     "idle": {*ANYWHERE, "admission raises"},
     "preparing": {"cancel preparing", "preempted"},
-    "running": {"cancel running", "preempted"},
-    "both": {"cancel preparing", "cancel running", "merge raises", "preempted"},
+    "running": {"cancel running", "consumer lags", "preempted"},
+    "both": {"cancel preparing", "cancel running", "consumer lags", "merge raises", "preempted"},
     "rebuilding": {*ANYWHERE, "cancel running", "cancel rebuilding", "NaN row", "poisoned row", "forward raises",
                    "device fails over a row", "forward raises half way", "sampler raises", "callback stops",
                    "callback raises", "consumer lags", "preempted"},
 }  # fmt: skip
 """Which events can happen in a phase, apart from those that can happen in all but "idle" and "rebuilding"."""
-RESTRICTED = {"cancel preparing", "cancel running", "cancel rebuilding", "merge raises", "preempted"}
+RESTRICTED = {"cancel preparing", "cancel running", "cancel rebuilding", "consumer lags", "merge raises", "preempted"}
 AT_LEAST = 20
 TABLE = range(3000)
 """These say of each event and phase that it happened."""
