@@ -64,6 +64,24 @@ class Masks:
         rows.step([0, 1], [0, 0])
         rows.step([0, 3])
 
+    def test_a_mask_is_an_array_where_that_is_asked(self, case: Case) -> None:
+        """Drafts of rows of one length that see all there is: else in a word, as mlx-lm's caches say it."""
+        if not case.attends:
+            return
+        rows = case.layers().open(window=DRAFT)
+        rows.enter(3, 3)
+        for width in (2, DRAFT):
+            rows.begin([width] * 2)
+            for cache in rows.caches:
+                said, asked = (cache.make_mask(width, return_array=array) for array in (False, True))  # type: ignore[attr-defined]
+                rows.require(
+                    isinstance(asked, mx.array), f"the mask of {width} is {asked} where an array was asked for"
+                )
+                rows.require(
+                    isinstance(said, str) and said == "causal", f"the mask of {width} is {said}, mlx-lm's causal"
+                )
+            rows.commit([0, 0])
+
 
 def _per_head(mask: mx.array, added: bool) -> mx.array:
     """Return a boolean mask for each head [B, QUERY_HEADS, N, S]; ``added``: as numbers, which a constant leaves the same."""
