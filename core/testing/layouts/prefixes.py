@@ -30,14 +30,17 @@ class Prefixes:
 
     @pytest.mark.parametrize("length", [4, 13, 30])
     def test_a_prefix_that_is_reused_goes_on(self, case: Case, length: int) -> None:
-        """Cut to whatever length they can be, rows are of that length: those that ran, and one that was stored."""
+        """Cut to whatever length they can be, rows are of that length: that ran, that were stored, that never moved."""
         layers = case.layers()
         for tokens in sorted({*range(1, length, 4), *range(length - 1, length + 3)}):
             rows = layers.open(window=3)
             rows.enter(length, length + 2, pieces=13)
             rows.step([3, 3], [2, 1] if rows.cuts else [3, 3])
-            back = rows.restored(rows.states(0), rows.pieces[0])
-            for cut in (each for each in (rows, back) if each.reusable(tokens)):
+            back, stays = rows.restored(rows.states(0), rows.pieces[0]), layers.open()
+            stays.add(1)
+            for _ in range(length):
+                stays.step([1])
+            for cut in (each for each in (rows, back, stays) if each.reusable(tokens)):
                 cut.cut(tokens)
                 for width in (1, 4, *[1] * case.window):
                     cut.step([width] * cut.count)
