@@ -168,6 +168,13 @@ class Room:
         if case.attends:
             _held(case.by(case.subject.options, key_dim=sizes[0], value_dim=sizes[1]))
 
+    def test_windows_without_room_are_refused(self, case: Case) -> None:
+        """Sinks that leave no column for the newest token, or fewer than none: a reason in one line at bind."""
+        for keep in (case.window, case.window + 1, -1) if case.kind == "rotating" else ():
+            if case.by(case.subject.options, keep=keep) is not None:
+                msg = f"a window of {case.window} with {keep} sinks is taken"
+                raise AssertionError(msg)
+
     def test_allowed_options_are_refused_or_held(self, case: Case) -> None:
         """What an option's check lets pass can be bound, or is refused in one line for these layers."""
         for options in case.allowed():
