@@ -84,9 +84,9 @@ class ChunkedCache(PlainPlanes, SlotCache):
         return RowState(layout="chunked", tokens=self._tokens[row], arrays=self._copy([row]).planes, meta=meta)
 
     def reusable(self, tokens: int) -> int:
-        """Return ``tokens`` where the block that they end in is still here, else 0."""
+        """Return ``tokens`` where the block of the next one is each row's last, else 0: a join drops those before."""
         longest = min(tokens, min(self._tokens, default=0))
-        return longest if longest // self.chunk * self.chunk >= self.start_position else 0
+        return longest if longest // self.chunk * self.chunk >= max(map(self._block, self._tokens), default=0) else 0
 
     def columns(self, widths: Sequence[int]) -> Hashable:
         """Describe the columns read: from the common start as far as the longest row reaches."""
@@ -115,7 +115,11 @@ class ChunkedCache(PlainPlanes, SlotCache):
 
     def _needed(self) -> int:
         """Return where the earliest block begins in which a row's last token is."""
-        return max(self.start_position, max(0, min(self._tokens, default=0) - 1) // self.chunk * self.chunk)
+        return max(self.start_position, self._block(min(self._tokens, default=0)))
+
+    def _block(self, tokens: int) -> int:
+        """Return where the block begins in which the last of ``tokens`` is."""
+        return max(0, tokens - 1) // self.chunk * self.chunk
 
     def _held(self, row: int) -> int:
         return self._tokens[row] - self.start_position
@@ -129,7 +133,7 @@ class ChunkedCache(PlainPlanes, SlotCache):
         if not exact:
             return last - (0 if joining else self.start_position)
         first = 0 if joining else self._needed()
-        apart = last - max(0, min(tokens, default=0) - 1) // self.chunk * self.chunk
+        apart = last - self._block(min(tokens, default=0))
         return max(min(self.chunk, last - first), apart, max(self._tokens, default=0) - self._needed())
 
     def _shift(self, first: int) -> None:
