@@ -88,7 +88,7 @@ class House:
             check=False,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=900,
         )
         assert not check or done.returncode == 0, done.stderr[-4000:]
         return done
