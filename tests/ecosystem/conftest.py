@@ -88,7 +88,7 @@ class House:
             check=False,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=550,
         )
         assert not check or done.returncode == 0, done.stderr[-4000:]
         return done

@@ -294,7 +294,7 @@ class World:
     def _verdict(self, plan: Plan) -> bool:
         """End the row as a consumer does: where it lags, by what was its verdict on a token before."""
         if plan.lag:
-            if not self.row(plan).preempted:  # whose later tokens come from prefill again, too seldom to be counted on
+            if self.phase != "preparing":  # only a row that was preempted gets there: too seldom to be counted on
                 self.count("consumer lags")
             fault = Planned("callback", plan.index) if plan.fault == "callback" else None
             self.handles[plan.index].interrupt(fault=fault, stop_at=None if fault else plan.at + 1)
