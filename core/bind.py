@@ -11,7 +11,7 @@ import attrs
 from oarlock.core import layers as reading
 from oarlock.core.adapters import Adapters
 from oarlock.core.attention import Swap
-from oarlock.core.choices import evolved, parse_choice, parse_options
+from oarlock.core.choices import evolved, parse_options
 from oarlock.core.compiling import Compiling
 from oarlock.core.compiling import decide as decide_compiled
 from oarlock.core.config import EngineConfig
@@ -123,7 +123,7 @@ class BoundModel:
         ]
         settings = self.config.scheduler
         stops = [f"one ends at {stop}" for stop in self.stops]
-        policy = parse_choice("scheduler.policy", settings.policy)
+        policy = settings.policy_choice
         detail = ", ".join(f"{option} {value}" for option, value in policy.options.items())
         lines += [
             {"part": "rows", "kind": "", **self.verdict.explain()},
@@ -177,7 +177,7 @@ def bind(
         if path not in known:
             raise LayoutRefused(config.layouts.layers[path].name, path, f"the model has {len(facts.layers)} layers")
     method, method_reason = _choose_method(model, config, plugins)
-    policy = parse_choice("scheduler.policy", config.scheduler.policy)
+    policy = config.scheduler.policy_choice
     bound = BoundModel(
         model=model,
         model_type=model_type or getattr(model, "model_type", type(model).__module__.rpartition(".")[2]),

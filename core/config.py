@@ -111,6 +111,11 @@ class SchedulerConfig:
     def __attrs_post_init__(self) -> None:
         _refuse_unavailable("scheduler", self)
 
+    @property
+    def policy_choice(self) -> Choice:
+        """The policy with its options, however it was named."""
+        return parse_choice("scheduler.policy", self.policy)
+
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("state_cache"))
 class StateCacheConfig:
