@@ -75,6 +75,15 @@ class Adapters:
             raise UnknownName("adapter", name, [*self._named, *own])
         return name
 
+    def identity(self, name: str) -> str:
+        """Return what names the weights of an adapter, "" for none; where its kind does not say, that is its name."""
+        known = getattr(self._of.get(name), "identities", {}).get(name, "")
+        return f"{name}:{known}" if known else name
+
+    def lasting(self, name: str) -> bool:
+        """Return whether `identity` holds in any process."""
+        return not name or self.identity(name) != name
+
     def applied(self, lines: Sequence[Row]) -> AbstractContextManager[Any]:
         """Return a context in which line i of a forward is computed with the adapter of ``lines[i]``.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -15,24 +14,18 @@ from oarlock.core.choices import evolved, parse_options
 from oarlock.core.compiling import Compiling
 from oarlock.core.compiling import decide as decide_compiled
 from oarlock.core.config import EngineConfig
-from oarlock.core.contracts.composition import (
-    APART,
-    AttendingLayout,
-    BoundLayer,
-    ConvertingLayout,
-    longest_append,
-    stops_of,
-)
+from oarlock.core.contracts.composition import APART, BoundLayer, described, longest_append, stops_of
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.contracts.method import GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
 from oarlock.core.contracts.sampler import Sampler
-from oarlock.core.contracts.state_cache import StateCache
-from oarlock.core.errors import LayoutRefused, UnsupportedLayer
+from oarlock.core.contracts.state_cache import NullStateCache, StateCache
+from oarlock.core.errors import LayoutRefused
+from oarlock.core.head import Trimmed
+from oarlock.core.layout_choice import bind_layer, check_columns, geometry, own_layout
 from oarlock.core.manager import PluginSet
 from oarlock.core.mixing import Mixing, decide
 from oarlock.core.probe import Verdict, probe
-from oarlock.core.publication import NullStateCache
 from oarlock.core.sampling import specialised_first
 
 
@@ -42,7 +35,8 @@ class BoundModel:
 
     ``vocabulary`` is the rows of the embedding (token ids stay below it), ``positions`` the most tokens of a
     sequence or None, ``verdict`` what the probe found, ``mixing`` whether a decode step may take a chunk along, ``compiling``
-    whether it may be a replayed one, ``stops`` the lengths at which a layer's storage changes.
+    whether it may be a replayed one, ``stops`` the lengths at which a layer's storage changes,
+    ``stored`` a digest of the layouts.
     """
 
     model: Any
@@ -62,10 +56,15 @@ class BoundModel:
     mixing: Mixing = attrs.field(factory=Mixing)
     compiling: Compiling = attrs.field(factory=Compiling)
     stops: tuple[int, ...] = attrs.field(init=False)
+    stored: str = attrs.field(init=False)
 
     @stops.default
     def _stops(self) -> tuple[int, ...]:
         return stops_of(self.layers)
+
+    @stored.default
+    def _stored(self) -> str:
+        return described(self.layers)
 
     def longest_append(self, tokens: int, width: int) -> int:
         """Return ``width``, or less where a row of ``tokens`` comes to a stop before: no forward may go past it."""
@@ -83,14 +82,17 @@ class BoundModel:
     def apart(self, verdict: Verdict) -> BoundModel:
         """Return this composition with rows of different length apart, in every layer."""
         info = LayerInfo(index=-1, path="of all lengths", kind=APART)
-        wrap = self.plugins.resolve("layout", _own(info, self.plugins)[0])
+        wrap = self.plugins.resolve("layout", own_layout(info, self.plugins)[0])
         layers = [attrs.evolve(layer, layout=wrap.compose([layer])) for layer in self.layers]
         return attrs.evolve(self, layers=tuple(layers), verdict=verdict)
 
-    def swap(self) -> Swap:
-        """Let what layouts hand out attend by itself until the swap is closed; nothing is swapped where none does."""
-        needed = self.mixing.on or any(layer.attends for layer in self.layers)
-        return Swap(self.model.modules() if needed else ())
+    def swap(self) -> contextlib.ExitStack:
+        """Let what layouts hand out attend by itself, and the head be cut, until this is closed, where that is needed."""
+        needed, opened = self.mixing.on or any(layer.attends for layer in self.layers), contextlib.ExitStack()
+        opened.callback(Swap(self.model.modules() if needed else ()).close)
+        if self.mixing.body:
+            opened.callback(Trimmed(self.model, self.mixing.body).close)
+        return opened
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
@@ -116,7 +118,7 @@ class BoundModel:
                 "part": f"layer {layer.info.path}",
                 "kind": layer.info.kind,
                 "choice": " + ".join(part.layout.name for part in layer.parts) or layer.layout.name,
-                "detail": _geometry(layer.info),
+                "detail": geometry(layer.info),
                 "reason": "; ".join(dict.fromkeys(each.reason for each in layer.parts or [layer])),
             }
             for layer in self.layers
@@ -193,7 +195,7 @@ def bind(
         vocabulary=facts.vocabulary,
         positions=positions,
     )
-    _check_columns(bound.layers)
+    check_columns(bound.layers)
     reading.evaluate(model)
     items = [item for registry in plugins.registries for item in registry]
     reading.evaluate_plugins([*plugins.manager.get_plugins(), *items])
@@ -213,85 +215,3 @@ def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tupl
             return chosen, "hook choose_method"
     plugins.resolve("method", config.method.name)
     return config.method.name, "config method.name"
-
-
-def bind_layer(info: LayerInfo, model: Any, config: EngineConfig, plugins: PluginSet) -> BoundLayer:
-    """Choose one layer's layout: the config's for the layer, for its kind, a plugin's answer, the kind's own."""
-    choice = config.layouts.for_layer(info.path, info.kind)
-    options: Any = {}
-    if choice is not None:
-        name, options, section = choice.name, choice.options, choice.key
-        reason = f"config {choice.key}"
-    else:
-        section = f"layouts.{info.kind}"
-        answer = plugins.manager.hook.choose_layout(layer=info, model=model)
-        name, reason = (answer, "hook choose_layout") if answer is not None else _own(info, plugins)
-    layout = plugins.resolve("layout", name)
-    if info.kind not in layout.kinds:
-        raise LayoutRefused(name, info.path, f"it holds {', '.join(sorted(layout.kinds))}, the layer is {info.kind}")
-    parsed = parse_options(layout.options, options, section)
-    parts = tuple(bind_layer(part, model, config, plugins) for part in info.parts)
-    if parts:
-        layout = layout.compose(parts)
-    refusal = layout.refuses(info, parsed)
-    if refusal is not None:
-        raise LayoutRefused(name, info.path, refusal)
-    attends = isinstance(layout, AttendingLayout) and layout.attends(info, parsed)
-    attends = attends or any(part.attends for part in parts)
-    stops = set(layout.stops(info, parsed)) if isinstance(layout, ConvertingLayout) else set()
-    stops.update(*(part.stops for part in parts))
-    return BoundLayer(
-        info=info,
-        layout=layout,
-        options=parsed,
-        reason=reason,
-        parts=parts,
-        attends=attends,
-        stops=tuple(sorted(stops)),
-    )
-
-
-def _check_columns(layers: Sequence[BoundLayer]) -> None:
-    """Refuse layouts that read other columns than layers of the same kind: models make one mask for all of them."""
-    seen: dict[tuple[Any, ...], BoundLayer] = {}
-    for layer in (part for each in layers for part in (each.parts or (each,))):
-        first = seen.setdefault((layer.info.kind, layer.info.window, layer.info.keep, layer.info.chunk), layer)
-        if (layer.layout, layer.options) != (first.layout, first.options) and _columns(layer) != _columns(first):
-            reason = (
-                f"a mask is shared with layer {first.info.path}, whose layout {first.layout.name!r} reads other columns"
-            )
-            raise LayoutRefused(layer.layout.name, layer.info.path, reason)
-
-
-def _columns(layer: BoundLayer) -> Hashable:
-    """Return how two empty rows' columns are described."""
-    cache = layer.layout.open(layer.info, layer.options, slots=1, window=1)
-    cache.add(2)
-    return cache.columns([2, 1])
-
-
-def _own(info: LayerInfo, plugins: PluginSet) -> tuple[str, str]:
-    """Return the layout that bears the kind's name, else the first that holds the kind."""
-    registry = plugins.registries.layouts
-    if info.kind in registry:
-        return info.kind, f"the own layout of kind {info.kind}"
-    for layout in registry:
-        if info.kind in layout.kinds:
-            return layout.name, f"the first layout that holds kind {info.kind}"
-    raise UnsupportedLayer(info.path, info.kind, "no registered layout holds this kind of layer")
-
-
-def _geometry(info: LayerInfo) -> str:
-    """Return heads, head sizes and limits in one phrase."""
-    if info.parts:
-        return "; ".join(f"{part.path}: {part.kind} {_geometry(part)}".strip() for part in info.parts)
-    facts: Sequence[tuple[str, object]] = (
-        ("heads", info.kv_heads),
-        ("key size", info.key_dim),
-        ("value size", info.value_dim),
-        ("window", info.window),
-        ("keep", info.keep),
-        ("chunk", info.chunk),
-        ("slots", info.slots),
-    )
-    return ", ".join(f"{name} {value}" for name, value in facts if value)

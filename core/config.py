@@ -23,16 +23,6 @@ from oarlock.core.errors import InvalidConfigValue, UnreadableConfig
 KINDS = ("full", "rotating", "recurrent", "chunked", "composite")
 """The layer kinds that ``[layouts]`` may name: those of `contracts.layout.KINDS` (a test compares them)."""
 
-UNAVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    # NOTE: what this version cannot do is refused, never ignored: key -> the values that work; () allows none.
-    # Whoever builds the part deletes its line here.
-    {
-        "state_cache.prefix_bytes": (),
-        "state_cache.disk": (),
-        "state_cache.disk_bytes": (),
-    }
-)
-
 
 def _kinds(_: str, value: Any) -> Mapping[str, Choice]:
     check_keys("layouts", value, (*KINDS, "layers"))
@@ -108,9 +98,6 @@ class SchedulerConfig:
     max_recoveries: int = _setting(8, values.whole(0))
     verify: bool = _setting(True, values.flag)
 
-    def __attrs_post_init__(self) -> None:
-        _refuse_unavailable("scheduler", self)
-
     @property
     def policy_choice(self) -> Choice:
         """The policy with its options, however it was named."""
@@ -128,7 +115,8 @@ class StateCacheConfig:
     disk_bytes: int = _setting("10GiB", values.parse_bytes)
 
     def __attrs_post_init__(self) -> None:
-        _refuse_unavailable("state_cache", self)
+        if self.disk and self.name == "none":
+            raise InvalidConfigValue("state_cache.disk", self.disk, "a directory beside state_cache.name = 'memory'")
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("layouts"))
@@ -217,9 +205,6 @@ def _change(name: str, section: Any, given: Any) -> Any:
     if name == "adapters":
         return AdaptersConfig(named={**section.named, **given})
     check_keys(name, given, [field.name for field in attrs.fields(type(section))])
-    for key, value in given.items():
-        if UNAVAILABLE.get(f"{name}.{key}") == ():
-            _refuse(f"{name}.{key}", value, ())
     return attrs.evolve(section, **given)
 
 
@@ -230,16 +215,3 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UnreadableConfig(str(path), error.strerror or str(error)) from error
     except ValueError as error:  # TOML and UTF-8 errors both are; they name line and column
         raise UnreadableConfig(str(path), str(error)) from error
-
-
-def _refuse(key: str, value: object, allowed: tuple[object, ...]) -> None:
-    shown = ", ".join("'none'" if item is None else repr(item) for item in allowed) or "leaving it out"
-    raise InvalidConfigValue(key, value, f"{shown}; anything else is not available in this version")
-
-
-def _refuse_unavailable(section: str, record: Any) -> None:
-    for field in attrs.fields(type(record)):
-        key, value = f"{section}.{field.name}", getattr(record, field.name)
-        allowed = UNAVAILABLE.get(key)
-        if allowed is not None and value not in (*allowed, field.converter(field.default)):
-            _refuse(key, value, allowed)

@@ -49,7 +49,7 @@ class Driver(Mailbox):
         """Whether the last preparation advance delivered a token."""
         self.bound = bound
         self.emitter = Emitter(observers, clock)
-        self.group = ExecutionGroup(bound, store, self.emitter, store.release)
+        self.group = ExecutionGroup(bound, store, self.emitter, self._released)
         self.relief = Relief(Budget.of(bound), self.group, self._put_back)
         self._admitted = 0
         self._recoveries = Rebuild(self.relief, self.conclude, bound.config.scheduler.max_recoveries)
@@ -228,7 +228,13 @@ class Driver(Mailbox):
     def conclude(self, row: Row) -> None:
         """Settle a row that is over and give its lease back."""
         if self.emitter.conclude(row):
-            self._store.release(row, row.error is None and row.reason is not FinishReason.CANCELLED)
+            self._released(row, row.error is None and row.reason is not FinishReason.CANCELLED)
+
+    def _released(self, row: Row, completed: bool) -> None:
+        """Give the lease of a settled row back, and let its checkpoint go where it needs none any more."""
+        self._store.release(row, completed)
+        if completed and row.request.checkpoint_interval is not None:
+            self.group.states.checkpoints.ended(row)
 
     def fail_all(self, error: BaseException, *, queued: bool) -> None:
         """Reject everything that is owned with ``error``, then release every resource; all are attempted."""
@@ -244,7 +250,7 @@ class Driver(Mailbox):
         for row in waiting:
             row.error = error
             attempts.append(partial(self.conclude, row))
-        ends = [self.bound.adapters.close, self._swap.close] if self.closed else []
+        ends = [self.bound.adapters.close, self._swap.close, self.group.states.close] if self.closed else []
         attempt_all([*attempts, self.group.close_method, self.release, *ends])
 
     def _compatible(self, row: Row) -> bool:
@@ -273,11 +279,17 @@ class Driver(Mailbox):
             self._admitted += 1
             row.admitted_at, row.admitted_number = self._clock(), self._admitted
             self._observers.notify("request_admitted", request=request)
+        stored = self.group.states.checkpoints.resume(row, self.emitter.replay)
+        if row.over:
+            self.conclude(row)
+            return
         if self.group.states.awaited(row):
             with self._recoveries.contained(self.group, self._surrender):
                 self.group.flush()
         self.group.use_method(row.key.method)
         self._key = row.key
         cohort = self._preparation or PrefillCohort(self.group, self.conclude)
-        cohort.admit(row)
+        with self.mutex:
+            waiting = list(self.queue)
+        cohort.admit(row, waiting, stored)
         self._preparation = cohort

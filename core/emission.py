@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -11,6 +12,7 @@ import attrs
 import structlog
 
 from oarlock.core.contracts.method import Drawn
+from oarlock.core.contracts.state_cache import Checkpoint
 from oarlock.core.errors import NonFiniteLogits, RowError
 from oarlock.core.observe import Observers
 from oarlock.core.result import FinishReason, TokenEvent
@@ -55,6 +57,12 @@ class Emitter:
             return self.finish(row, FinishReason.LENGTH)
         row.current = drawn.token
         return True
+
+    def replay(self, row: Row, checkpoint: Checkpoint) -> None:
+        """Deliver again what an earlier process delivered of this row. It may be over with that."""
+        for token, logprob in itertools.zip_longest(checkpoint.tokens, checkpoint.logprobs):
+            if not self.emit(row, Drawn(token, logprob=logprob)):
+                return
 
     def finish(self, row: Row, reason: FinishReason) -> bool:
         """End a row with a reason; always False."""

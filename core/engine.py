@@ -21,11 +21,11 @@ from oarlock.core.contracts.loader import Tokenizer
 from oarlock.core.driver import Driver
 from oarlock.core.errors import EngineClosed, StepInsideStep, WrongThread
 from oarlock.core.gauges import gauges
+from oarlock.core.guarded import SafeStateCache
 from oarlock.core.handle import Handle, Task
-from oarlock.core.intake import admit_request
+from oarlock.core.intake import admit_request, check_checkpoints
 from oarlock.core.models import load_model
 from oarlock.core.observe import Observers
-from oarlock.core.publication import SafeStateCache
 from oarlock.core.request import Request
 from oarlock.core.result import TokenEvent
 from oarlock.core.scheduler import Scheduler, Turn
@@ -120,6 +120,7 @@ class Engine:
         if self._driver.closed:
             raise EngineClosed
         row = admit_request(request, self.bound, self.tokenizer, f"request-{next(self._names)}")
+        check_checkpoints(request, self.bound, self._store)
         self._driver.relief.budget.check(row)
         row.events, row.ended, row.submitted_at = events, ended, time.monotonic()
         with self._driver.mutex:
@@ -179,6 +180,7 @@ class Engine:
         self._claim()
         driver, log = self._driver, self._driver.group.log
         self._stepping = True
+        driver.group.states.checkpoints.discard()
         log.start()
         try:
             turn = self._scheduler.iterate(driver)

@@ -52,7 +52,7 @@ class ExecutionGroup:
         self.compiled = CompiledRows(bound, self.recovery)
         self.log = StepLog()
         self.pace = Pace(bound.config.scheduler.stall_bound_ms / 1e3, emitter.clock)
-        self.states = Publisher(store, bound.identity, bound.config.state_cache.publish_min_tokens)
+        self.states = Publisher(store, bound)
         self._released = released
         self._rows: list[Row] = []
         self._method: GroupedMethod | None = None
@@ -202,6 +202,7 @@ class ExecutionGroup:
         if self._rows:
             with self.states.settling():
                 self.recovery.run(partial(self._method.advance, work), lambda: self._rows, self._reject)
+        self.states.checkpoints.take(self._method.caches(), self._rows)
         if self.emitter.observers.attribution:
             with self.log.times.spent("read"):
                 mx.synchronize()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from oarlock.core import inputs
 from oarlock.core.admission import GroupKey
 from oarlock.core.contracts.loader import Tokenizer
+from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.errors import (
     EmptyPrompt,
     InvalidParameter,
@@ -69,13 +70,28 @@ def _check_features(request: Request, bound: BoundModel) -> None:
     sampling, plain = request.sampling, SamplingParams()
     of_processors = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
     changed = [name for name in of_processors if getattr(sampling, name) != getattr(plain, name)]
-    changed += [name for name in ("checkpoint_interval", "constraint") if getattr(request, name) is not None]
+    changed += ["constraint"] if request.constraint is not None else []
     changed += ["min_tokens"] if request.min_tokens else []
     if changed:
         raise UnsupportedFeature(changed[0], "this version of oarlock cannot do it")
     choose(bound.samplers, sampling)
     if request.inputs is not None:
         inputs.check(request, bound)
+
+
+def check_checkpoints(request: Request, bound: BoundModel, store: StateCache) -> None:
+    """Refuse checkpoints where nothing stores them, and where another process could not find or use them."""
+    if request.checkpoint_interval is None:
+        return
+    field = "checkpoint_interval"
+    if not store.persists:
+        raise UnsupportedFeature(field, f"the state cache {store.name!r} stores nothing on disk; see state_cache.disk")
+    if request.id is None:
+        raise UnsupportedFeature(field, "the request has no id by which another process could ask for it again")
+    if request.inputs is not None:
+        raise UnsupportedFeature(field, "prepared inputs are not stored")
+    if not bound.adapters.lasting(request.adapter or ""):
+        raise UnsupportedFeature(field, f"adapter {request.adapter!r} does not say which weights it has")
 
 
 def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...]:

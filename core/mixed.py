@@ -16,6 +16,7 @@ import attrs
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import BatchCache, Positions
+from oarlock.core.head import only
 from oarlock.core.row import Row
 from oarlock.core.tracing import shared
 
@@ -54,8 +55,15 @@ class Work:
     """
 
     _side: Side | None
+    _ends: Sequence[int]
     _spans: Callable[[int], AbstractContextManager[Any]]
-    _logits: mx.array | None = attrs.field(default=None, init=False)
+    _scores: mx.array | None = attrs.field(default=None, init=False)
+    width: int = attrs.field(init=False)
+    """Tokens of each row."""
+
+    @width.default
+    def _width(self) -> int:
+        return self._side.width if self._side is not None else 0
 
     @classmethod
     def of(
@@ -63,16 +71,20 @@ class Work:
         caches: Sequence[BatchCache],
         ids: mx.array,
         lines: Sequence[Row],
+        ends: Sequence[int],
         spans: Callable[[int], AbstractContextManager[Any]],
     ) -> Work:
-        """Offer a forward of ids uint32 ``[P, W]``, all of them real; ``spans(W)`` are open while it is built."""
+        """Offer a forward of ids uint32 ``[P, W]``, all of them real; ``spans(W)`` are open while it is built.
+
+        ``ends`` are the rows whose last token's scores are wanted.
+        """
         rows, width = ids.shape
-        return cls(Side(caches, ids, [width] * rows, lines), spans)
+        return cls(Side(caches, ids, [width] * rows, lines), ends, spans)
 
     def take_back(self) -> mx.array | None:
-        """Return the logits ``[P, W, V]`` where a step took it along, else None: it is still to be done."""
-        logits, self._side, self._logits, self._spans = self._logits, None, None, contextlib.nullcontext
-        return logits
+        """Return the scores ``[len(ends), V]`` where a step took it along, else None: it is still to be done."""
+        scores, self._side, self._scores, self._spans = self._scores, None, None, contextlib.nullcontext
+        return scores
 
     def along(
         self,
@@ -91,15 +103,17 @@ class Work:
             return None
         counts = {"decode_tokens": ids.size, "prefill_tokens": side.ids.size, "packed_tokens": ids.size + side.ids.size}
         with self._spans(side.width), shared([*lines, *side.lines], "engine.mixed_forward", 1, **counts):
-            logits, self._logits = forward(bound, [Side(caches, ids, widths, lines), side])
+            scored = [range(ids.size), [(end + 1) * side.width - 1 for end in self._ends]]
+            scores, self._scores = forward(bound, [Side(caches, ids, widths, lines), side], scored)
         for cache in side.caches:
             cache.commit(side.widths)
-        return logits
+        return scores.reshape(*ids.shape, -1)
 
 
-def forward(bound: BoundModel, sides: Sequence[Side]) -> list[mx.array]:
+def forward(bound: BoundModel, sides: Sequence[Side], scored: Sequence[Sequence[int]] | None = None) -> list[mx.array]:
     """Forward all sides at once and return the logits ``[B, W, V]`` of each; all are to be committed.
 
+    ``scored``: for each side the tokens, counted row after row, whose logits are wanted; then it gets ``[n, V]`` of those.
     Nothing is evaluated here. What is raised while the graph is built leaves all caches as they were.
     """
     step = _Step(sides)
@@ -109,9 +123,17 @@ def forward(bound: BoundModel, sides: Sequence[Side]) -> list[mx.array]:
                 cache.begin(side.widths, starts)
         ids = mx.concatenate([side.ids.reshape(-1, 1) for side in sides])  # (T, 1)
         layers = zip(*(side.caches for side in sides), strict=True)
-        with bound.adapters.applied([row for side in sides for row in side.lines for _ in range(side.width)]):
+        lines = [row for side in sides for row in side.lines for _ in range(side.width)]
+        wanted = step.lines(scored) if scored is not None else []
+        # An adapter may stand in the head, and counts its lines.
+        cut = bool(bound.mixing.body and wanted) and not any(row.request.adapter for row in lines)
+        with bound.adapters.applied(lines), only(wanted) if cut else contextlib.nullcontext():
             logits: mx.array = bound.model(ids, cache=[MixedCache(step, caches) for caches in layers])  # (T, 1, V)
-        return [part.reshape(*side.ids.shape, -1) for side, part in zip(sides, step.split(logits), strict=True)]
+        if scored is None:
+            return [part.reshape(*side.ids.shape, -1) for side, part in zip(sides, step.split(logits), strict=True)]
+        logits = logits[:, 0] if cut else logits[mx.array(wanted, dtype=mx.int32), 0]
+        ends = [sum(map(len, scored[:end])) for end in range(1, len(scored))]
+        return mx.split(logits, ends)  # type: ignore[return-value]  # its stub says one array
     except Exception:
         for side in sides:
             for cache in side.caches:
@@ -128,6 +150,10 @@ class _Step:
         self._ends = [sum(side.ids.size for side in sides[:end]) for end in range(1, len(sides))]
         pairs = zip(sides, self.starts, strict=True)
         self.positions = Positions(n + i for side, starts in pairs for n in starts for i in range(side.width))
+
+    def lines(self, scored: Sequence[Sequence[int]]) -> list[int]:
+        """Return tokens of each side as lines among all tokens."""
+        return [start + token for start, own in zip((0, *self._ends), scored, strict=True) for token in own]
 
     def split(self, flat: mx.array) -> list[mx.array]:
         """Return the tokens ``[T, ...]`` of each side."""

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import closing
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
+import mlx.core as mx
 
 from oarlock.core import rehearsal
 from oarlock.core.attention import Swap
-from oarlock.core.errors import MixedRefused
+from oarlock.core.errors import MixedRefused, ModelNotBatchable
 from oarlock.core.finding import Finding
+from oarlock.core.forward import forward
+from oarlock.core.head import Trimmed, only
 from oarlock.core.probe import compare
+from oarlock.core.rehearsal import Trace
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
+_TRIED = 3
+"""Lines of the forwards that are compared where a model is cut."""
+
 
 @attrs.frozen(kw_only=True)
 class Mixing(Finding):
-    """Whether steps are mixed, and why, or why not."""
+    """Whether steps are mixed, and why, or why not.
+
+    ``body``: the path of the part of the model that is cut to the lines that need scores, "" where none was found.
+    """
 
     YES: ClassVar[str] = "decode steps take chunks along"
     NO: ClassVar[str] = "decode and prefill go apart"
+
+    body: str = ""
 
 
 def decide(bound: BoundModel) -> Mixing:
@@ -35,6 +48,7 @@ def decide(bound: BoundModel) -> Mixing:
         found = Mixing(on=wanted is True, reason="not probed: scheduler.verify is off")
     elif found is None:
         found = _rehearsed(bound)
+        found = attrs.evolve(found, body=_body(bound)) if found.on else found
     if wanted is True and not found.on:
         raise MixedRefused(bound.model_type, found.reason, found.layer)
     return found
@@ -62,3 +76,37 @@ def _rehearsed(bound: BoundModel) -> Mixing:
 
     with contextlib.closing(Swap(bound.model.modules())):
         return Mixing.tried(bound, trial, "a mixed forward", "bind probe")
+
+
+def _body(bound: BoundModel) -> str:
+    """Return the path of the part of a model that can be cut, found by trial; "" where there is none."""
+    inner: list[str] = [path for path, module in bound.model.named_modules() if path and hasattr(module, "layers")]
+    for path in sorted(inner, key=lambda path: -path.count(".")):
+        # Whatever a model does with fewer lines than it was given, it is not cut then.
+        with contextlib.suppress(Exception), closing(Trimmed(bound.model, path)):
+            _cut(bound)
+            return path
+    return ""
+
+
+def _cut(bound: BoundModel) -> None:
+    """Raise where the scores of some lines are not those among all lines."""
+    lines = [_TRIED - 1, 0]
+    whole = _scores(bound)
+    with only(lines):
+        some = _scores(bound)
+    if some.shape != (len(lines), *whole.shape[1:]):
+        raise ModelNotBatchable(bound.model_type, f"{some.shape} for {len(lines)} lines of {whole.shape}", None)
+    compare(bound, [Trace(whole[line], ()) for line in lines], [Trace(each, ()) for each in some], "some lines")
+
+
+def _scores(bound: BoundModel) -> mx.array:
+    caches = bound.open_caches(slots=_TRIED, window=1)
+    for cache in caches:
+        cache.add(_TRIED)
+    ids = mx.array([[line % bound.vocabulary] for line in range(1, _TRIED + 1)], dtype=mx.uint32)
+    scores = forward(bound, caches, ids, [1] * _TRIED)
+    mx.eval(scores)
+    for cache in caches:
+        cache.commit([0] * _TRIED)
+    return scores

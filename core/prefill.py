@@ -13,18 +13,18 @@ import mlx.core as mx
 from oarlock.core import forward as forwards
 from oarlock.core.budget import Holding
 from oarlock.core.compaction import compacted
-from oarlock.core.contracts.layout import BatchCache
+from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.method import Draw
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.mixed import Work
 from oarlock.core.planner import Chunk, shared_width
 from oarlock.core.preparing import Preparing, ending, spans
-from oarlock.core.publication import extract, restore
 from oarlock.core.recording import Forwarded, memory
 from oarlock.core.recovery import Recovery
 from oarlock.core.result import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
+from oarlock.core.states import add_row, restore
 from oarlock.core.tracing import shared
 
 
@@ -55,22 +55,26 @@ class PrefillCohort:
 
     def takes(self, row: Row) -> bool:
         """Return whether ``row`` may be prefilled beside those that are here."""
-        return not self._preparing or (self.accepts and row.request.inputs is None)
+        alone = row.request.inputs is not None or self._states.coming(self.rows, row)
+        return not self._preparing or (self.accepts and not alone)
 
-    def admit(self, row: Row) -> None:
-        """Add a row behind the others, on a restored prefix where there is one. A raise leaves the cohort as it was."""
+    def admit(self, row: Row, waiting: Sequence[Row] = (), own: Sequence[RowState] = ()) -> None:
+        """Add a row behind the others, or raise and change nothing. What ``waiting`` rows begin with too is stored.
+
+        ``own`` are states of the row, with which it goes on.
+        """
         ids = row.known_ids
         row.spans.begin("prefill.total", tokens=len(ids))
         with shared([row], "cache.lookup_restore", len(ids)):
-            position, restored = restore(self._states.store, self._bound, row, ids)
-        snapshot = self._states.boundary(row, position)
+            position, restored = restore(self._states.store, self._bound, row, ids, own)
         with shared([row], "prefill.batch_setup", position):
-            self._add(restored)
+            self._caches = add_row(self._bound, self._caches, len(self._preparing), restored)
         row.restart()
-        if not row.generated:
+        if not (row.generated or own):
             row.cached_tokens = position
-        size = row.request.prefill_chunk or self._settings.prefill_chunk
-        self._preparing.append(Preparing(row, ids, position, size, snapshot))
+        size, ends = row.request.prefill_chunk, self._states.boundaries(row, position, waiting)
+        size = size or self._settings.prefill_chunk
+        self._preparing.append(Preparing(row, ids, position, size, ends, stored=position))
         self.accepts = row.request.inputs is None
 
     def advance(self, work: Work | None = None) -> bool:
@@ -80,9 +84,9 @@ class PrefillCohort:
         An error of a shared forward costs the guilty rows only. Whatever else goes wrong is raised.
         """
         self.published = False
-        logits = work.take_back() if work is not None else None
-        if logits is not None:
-            self._forwarded(logits, mixed=True)
+        scores = work.take_back() if work is not None else None
+        if work is not None and scores is not None:
+            self._forwarded(work.width, lambda: scores, mixed=True)
         else:
             self._states.store.boundary()
             self._drop_cancelled()
@@ -99,7 +103,9 @@ class PrefillCohort:
         most = min(most, pace.tokens()) if pace.bound else most
         if not self._preparing:
             return None
-        return Work.of(self._caches, self._next(most), self.rows, partial(spans, list(self._preparing)))
+        ids = self._next(most)
+        ends = self._ends(ids.shape[1])
+        return Work.of(self._caches, ids, self.rows, ends, partial(spans, list(self._preparing)))
 
     def holding(self) -> Holding:
         """Return what the rows hold after the next advance: a chunk, and a last token split off behind it."""
@@ -143,7 +149,8 @@ class PrefillCohort:
         with self._group.log.times.spent("build"), spans(self._preparing, width):
             logits = forwards.forward(self._bound, self._caches, ids, widths, self.rows)
             forwards.settle(self._bound, self._caches, ids, widths, widths, self.rows)
-        return self._forwarded(logits)
+        ends = self._ends(width)
+        return self._forwarded(width, lambda: logits[mx.array(ends, dtype=mx.int32), -1])
 
     def _next(self, budget: int | None) -> mx.array:
         """Plan the next shared forward and return its ids [rows, width]."""
@@ -152,9 +159,16 @@ class PrefillCohort:
         width = shared_width([each.position for each in self._preparing], chunks, budget)
         return mx.array([each.ids[each.position : each.position + width] for each in self._preparing], dtype=mx.uint32)
 
-    def _forwarded(self, logits: mx.array, *, mixed: bool = False) -> bool:
-        """Go on from a forward's logits [rows, width, V]; True where the advance ends with it."""
-        (rows, width, _), reached = logits.shape, ending(self._preparing, logits.shape[1])
+    def _ends(self, width: int) -> list[int]:
+        """Return the places of the rows whose prompt ends with a forward of ``width`` tokens."""
+        return [self._preparing.index(each) for each, chunk in ending(self._preparing, width) if chunk.final]
+
+    def _forwarded(self, width: int, project: Callable[[], mx.array], *, mixed: bool = False) -> bool:
+        """Go on from a forward of ``width`` tokens a row; True where the advance ends with it.
+
+        ``project`` returns the scores [n, V] of the rows whose prompt ended, in their order.
+        """
+        rows, reached = len(self._preparing), ending(self._preparing, width)
         finals = [each for each, chunk in reached if chunk.final]
         zeros, times, pace = [each.row for each in finals], self._group.log.times, self._group.pace
         done = Forwarded(tuple(row.id for row in self.rows), width, prefill=True, mixed=mixed)
@@ -169,7 +183,7 @@ class PrefillCohort:
                 evaluate([array for cache in self._caches for array in cache.arrays()])
         if finals and waits:
             with times.spent("read"), shared(zeros, "token_zero.head", 1, **memory()):
-                mx.eval(logits[:, -1])
+                mx.eval(project())
         if pace.bound:
             pace.after(rows * width)
         ends = bool(finals)
@@ -181,7 +195,7 @@ class PrefillCohort:
                 self._drained(each, chunk)
         if finals:
             with shared(zeros, "prefill.complete", 1):
-                self._complete(finals, logits)
+                self._complete(finals, project)
         return ends
 
     def _drained(self, each: Preparing, chunk: Chunk) -> None:
@@ -191,12 +205,13 @@ class PrefillCohort:
         if chunk.snapshot:
             place, tokens = self._preparing.index(each), each.row.prompt_ids[: chunk.end]
             with shared([each.row], "prefill.checkpoint", chunk.end):
-                each.snapshot, each.boundary = None, extract(self._states.store, self._caches, place, each.row, tokens)
+                each.boundaries.append(self._states.extract(self._caches, place, each.row, tokens))
+        if each.due(chunk):
+            self._states.checkpoints.prompt(self._caches, self._preparing.index(each), each.row, each.ids[: chunk.end])
 
-    def _complete(self, finals: Sequence[Preparing], logits: mx.array) -> None:
-        """Sample, deliver and hand over the rows whose prompt is done; ``logits`` are [rows, width, V]."""
+    def _complete(self, finals: Sequence[Preparing], project: Callable[[], mx.array]) -> None:
+        """Sample, deliver and hand over the rows whose prompt is done."""
         rows = [each.row for each in finals]
-        places = [self._preparing.index(each) for each in finals]
         for row in rows:
             row.spans.end("prefill.total")
             if not row.generated:
@@ -207,7 +222,7 @@ class PrefillCohort:
         samplers.set_rows(rows)
         times = self._group.log.times
         with times.spent("build"), shared(rows, "prefill.project", 1):
-            scores = logits[mx.array(places, dtype=mx.int32), -1]
+            scores = project()
         with shared(rows, "token_zero.sample", 1, **memory()):
             with times.spent("build"):
                 draw = samplers.draw(scores, [not row.over for row in rows], times)
@@ -239,7 +254,7 @@ class PrefillCohort:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""
         for each in finals:
             row, place = each.row, self._preparing.index(each)
-            self._states.hold(row, each.ids, each.boundary)
+            self._states.hold(row, each.ids, *each.boundaries)
             if row.over:
                 self._states.take(self._caches, place, row, each.ids)
                 self._conclude(row)
@@ -250,26 +265,6 @@ class PrefillCohort:
                 row.error = error
                 self._conclude(row)
         self._keep([each for each in self._preparing if each not in finals])
-
-    def _add(self, restored: Sequence[BatchCache] | None) -> None:
-        """Put a row behind the others, empty or restored, on every layer or on none."""
-        place = len(self._preparing)
-        if not place:
-            self._caches = list(restored) if restored is not None else self._bound.open_caches(slots=1, window=1)
-        if not place and restored is not None:
-            return
-        done: list[BatchCache] = []
-        try:
-            for layer, cache in enumerate(self._caches):
-                if restored is None:
-                    cache.add(1)
-                else:
-                    cache.join(restored[layer], [place])
-                done.append(cache)
-        except Exception:
-            for cache in done:
-                cache.keep(range(place))
-            raise
 
     def _drop_cancelled(self) -> None:
         """Drop rows between forwards."""

@@ -25,15 +25,28 @@ class Preparing:
     ids: tuple[int, ...]
     position: int
     chunk_size: int
-    snapshot: int | None = None
+    snapshots: list[int] = attrs.field(factory=list)
+    """Positions ahead at which the state is stored, in ascending order."""
     chunk: Chunk | None = None
-    boundary: list[RowState] | None = None
+    boundaries: list[list[RowState] | None] = attrs.field(factory=list)
+    """The states of those that were reached."""
+    stored: int = 0
+    """Where its last checkpoint was, or where it began."""
+
+    def due(self, chunk: Chunk) -> bool:
+        """Return whether its state is to be stored at the end of ``chunk`` for another process; once if so."""
+        interval = self.row.request.checkpoint_interval
+        if interval is None or chunk.end - self.stored < interval:
+            return False
+        self.stored = chunk.end
+        return True
 
     def planned(self, longest: Callable[[int, int], int], *, tail_split: bool) -> Chunk:
         """Return the chunk that is next; ``longest(position, width)`` says how wide it may be."""
         if self.chunk is None:
             size = longest(self.position, self.row.unmixed(self.position, self.chunk_size))
-            self.chunk = plan(len(self.ids), self.position, size, tail_split=tail_split, snapshot=self.snapshot)
+            snapshot = self.snapshots[len(self.boundaries)] if len(self.boundaries) < len(self.snapshots) else None
+            self.chunk = plan(len(self.ids), self.position, size, tail_split=tail_split, snapshot=snapshot)
             self.row.spans.begin("prefill.chunk", start=self.chunk.start, end=self.chunk.end)
         return self.chunk
 

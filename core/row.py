@@ -55,6 +55,8 @@ class Row:
     reason: FinishReason | None = None
     error: BaseException | None = None
     cancelled: bool = False
+    checkpoint_at: int = 1
+    """How many tokens are delivered when its next checkpoint is due."""
     admitted_number: int = 0
     """Counts admissions: the newest rows have the largest."""
     preempted: bool = False

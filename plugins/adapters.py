@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from oarlock.core import errors, hookimpl
+from oarlock.plugins.models import fingerprint
 
 OARLOCK_API = 1
 
@@ -97,9 +99,11 @@ class _Witness(nn.Module):
 class LoraBank:
     """The adapters of one engine on its model. Those of linear layers alone are applied line by line."""
 
-    def __init__(self, model: Any, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, model: Any, modules: Mapping[str, Mapping[str, Any]], identities: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Wrap what ``modules`` (mlx-lm's own layers, by adapter and path) adapt; the model has its own ones yet."""
-        self._model = model
+        self._model, self.identities = model, identities
         linear = {name: own for name, own in modules.items() if all(map(_plain_lora, own.values()))}
         paths = {path for own in linear.values() for path in own}
         mixed = _paths_that_mix_lines(model, paths)
@@ -230,6 +234,10 @@ def _layers(model: Any, name: str, path: Path) -> dict[str, Any]:
     return changed
 
 
+def _identity(path: Path) -> str:
+    return fingerprint([path / "adapter_config.json", *path.glob("adapters*.safetensors")])
+
+
 @attrs.frozen
 class Lora:
     """Registers as ``mlx_lm``: DoRA and layers other than linear ones are applied by group, the rest per row."""
@@ -244,7 +252,9 @@ class Lora:
                 raise errors.AdapterRefused(next(iter(adapters)), "another engine adapts this model; close it first")
             _adapted[id(model)] = model
         try:
-            return LoraBank(model, {name: _layers(model, name, Path(own.path)) for name, own in adapters.items()})
+            paths = {name: Path(own.path) for name, own in adapters.items()}
+            modules = {name: _layers(model, name, path) for name, path in paths.items()}
+            return LoraBank(model, modules, {name: _identity(path) for name, path in paths.items()})
         except BaseException:
             with _guard:
                 _adapted.pop(id(model), None)

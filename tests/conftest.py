@@ -176,7 +176,7 @@ def keeping():
     ``entries``: (key, tokens, states); ``found``: keys under which something was.
     """
     from oarlock.core import hookimpl
-    from oarlock.core.publication import NullStateCache
+    from oarlock.core.contracts.state_cache import NullStateCache
 
     class Keeping(NullStateCache):
         name = "keeping"

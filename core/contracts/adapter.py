@@ -31,6 +31,8 @@ class AdapterBank(Protocol):
 
     per_row: frozenset[str]
     """The names that `applied` serves: their rows decode beside rows of any other. The rest go by `enter`."""
+    identities: Mapping[str, str]
+    """Digests of the weights, by name. States of rows whose adapter has none do not outlive the process."""
 
     def applied(self, names: Sequence[str]) -> AbstractContextManager[Any]:
         """Return a context in which line i of a forward is computed with adapter ``names[i]``, "" with none.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 
-from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo
+from oarlock.core.contracts.layout import BatchCache, CacheLayout, LayerInfo, RowState
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -55,6 +57,27 @@ class ConvertingLayout(Protocol):
     def stops(self, layer: LayerInfo, options: Any) -> Sequence[int]:
         """Return the lengths, in tokens, at which a row's storage changes. Called once per layer at bind."""
         ...
+
+
+def restored(layers: Sequence[BoundLayer], states: Sequence[RowState], tokens: int) -> tuple[int, list[BatchCache]]:
+    """Return the longest prefix, of at most ``tokens``, that one row's ``states`` can be cut to, and its caches.
+
+    One state and one cache a layer; 0 and no caches where there is no such prefix.
+    """
+    caches = [layer.layout.restore(state) for layer, state in zip(layers, states, strict=True)]
+    while tokens and (found := min(cache.reusable(tokens) for cache in caches)) != tokens:
+        tokens = found
+    for cache in caches if tokens else ():
+        cache.cut(tokens)
+    return tokens, caches if tokens else []
+
+
+def described(layers: Sequence[BoundLayer]) -> str:
+    """Return a digest of how each layer and part is stored: equal for two compositions that can share states."""
+    each = [
+        (bound.info.path, bound.layout.name, repr(bound.options)) for layer in layers for bound in (layer, *layer.parts)
+    ]
+    return hashlib.sha256(json.dumps(each).encode()).hexdigest()[:32]
 
 
 def stops_of(layers: Iterable[BoundLayer]) -> tuple[int, ...]:

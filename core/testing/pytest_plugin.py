@@ -19,6 +19,7 @@ _CONTRACTS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
         "layout": ("oarlock.core.testing.layouts", "LayoutContract"),
         "method": ("oarlock.core.testing.methods", "MethodContract"),
         "sampler": ("oarlock.core.testing.samplers", "SamplerContract"),
+        "state_cache": ("oarlock.core.testing.state_caches", "StateCacheContract"),
     }
 )
 
@@ -28,11 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("oarlock", "conformance kit of oarlock plugins")
     for kind in _CONTRACTS:
         group.addoption(
-            f"--oarlock-{kind}",
+            f"--oarlock-{kind.replace('_', '-')}",
             action="append",
             default=[],
             metavar="NAME",
-            help=f"run the {kind} contract on an installed {kind}; may be given several times",
+            help=f"run its contract on an installed {kind.replace('_', ' ')}; may be given several times",
         )
     group.addoption(
         "--oarlock-options",

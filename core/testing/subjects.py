@@ -60,6 +60,11 @@ class Given:
         """Register a sampler."""
         self._give("sampler", register)
 
+    @hookimpl
+    def register_state_caches(self, register: Any) -> None:
+        """Register a state cache."""
+        self._give("state_cache", register)
+
     def _give(self, kind: str, register: Any) -> None:
         if kind == self._kind:
             register(self._subject)

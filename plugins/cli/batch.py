@@ -26,6 +26,7 @@ from oarlock.plugins.cli.records import error_fields, result_fields
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from oarlock.core.config import EngineConfig
     from oarlock.core.engine import Engine
 
 
@@ -40,26 +41,44 @@ if TYPE_CHECKING:
 @click.option("--model", default="smollm2", show_default=True, help="A directory, a GGUF file, a hub name, or smollm2.")
 @click.option("--resume", is_flag=True, help="Go on with OUT.jsonl: skip the ids that it answers, redo its errors.")
 @click.option("--overwrite", is_flag=True, help="Drop the answers that stand in OUT.jsonl.")
+@click.option(
+    "--checkpoint", metavar="DIR", help="Store there how far each answer is; the same command goes on from it."
+)
+@click.option(
+    "--checkpoint-interval",
+    type=click.IntRange(min=1),
+    default=64,
+    metavar="N",
+    help="Tokens of an answer between two checkpoints.  [default: 64]",
+)
 @sampling_options
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print the closing counts as a JSON object.")
-def batch(source: str, output: str, model: str, resume: bool, overwrite: bool, as_json: bool, **given: Any) -> None:
+def batch(
+    source: str,
+    output: str,
+    model: str,
+    resume: bool,
+    overwrite: bool,
+    checkpoint: str | None,
+    checkpoint_interval: int,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Answer a file of requests: one JSON object a line with "id", "prompt" or "messages" or "prompt_ids".
 
     A line may have any other field of a request; the options are for lines that do not. Answers are written as they
     come, in any order. A bad line becomes a record with "error" and its "line", the others go on, and the exit code
-    is 1. IN.jsonl may be - for standard input.
+    is 1. IN.jsonl may be - for standard input. What --checkpoint stored survives whatever ends the process.
     """
-    if resume and (overwrite or output == STDOUT):
-        msg = "--resume goes with neither --overwrite nor -o -"
-        raise click.UsageError(msg)
-    if as_json and output == STDOUT:
-        msg = "--json and -o - would both print on standard output"
-        raise click.UsageError(msg)
-    check_paths(source, output)
+    resume = resume or (checkpoint is not None and not overwrite)
+    _check_options(source, output, resume=resume, overwrite=overwrite, as_json=as_json)
     defaults = request_fields(given)
     Request.from_mapping({"prompt": "x", **defaults})  # what is wrong is said before a model is loaded
     config = engine_config(**given)
+    if checkpoint is not None:
+        config = _with_checkpoints(config, checkpoint)
+        defaults["checkpoint_interval"] = checkpoint_interval
     with contextlib.ExitStack() as opened:
         lines = opened.enter_context(_open(source))
         answers = opened.enter_context(Answers(output, resume=resume, overwrite=overwrite))
@@ -67,12 +86,7 @@ def batch(source: str, output: str, model: str, resume: bool, overwrite: bool, a
         progress = opened.enter_context(_progress())
         answers.begin()
         run = Run(answers=answers, defaults=defaults, progress=progress, total=_count(source, progress))
-        try:
-            run.drive(engine, lines)
-        except BaseException:
-            if output != STDOUT:
-                note(f"{run.answered} answered before this stopped; --resume goes on from there")
-            raise
+        run.drive(engine, lines, resumable=output != STDOUT)
     _report(run.counts(), as_json)
     if run.failed:
         raise click.exceptions.Exit(1)
@@ -92,8 +106,8 @@ class Run:
     tokens: int = 0
     start: float = attrs.field(factory=time.perf_counter)
 
-    def drive(self, engine: Engine, lines: IO[bytes]) -> None:
-        """Answer every line."""
+    def drive(self, engine: Engine, lines: IO[bytes], *, resumable: bool) -> None:
+        """Answer every line, or say on stderr how far it came."""
         task = self.progress.add_task("answers", total=self.total, speed="")
 
         def finished(line: inputs.Line, outcome: Result | BaseException) -> None:
@@ -106,7 +120,12 @@ class Run:
             done = self.answered + self.failed + self.skipped
             self.progress.update(task, completed=done, speed=f"{self.tokens / self.seconds:.1f} tokens/s")
 
-        drive(engine, self._good(lines), finished)
+        try:
+            drive(engine, self._good(lines), finished)
+        except BaseException:
+            if resumable:
+                note(f"{self.answered} answered before this stopped; --resume goes on from there")
+            raise
 
     def _good(self, lines: IO[bytes]) -> Iterator[inputs.Line]:
         """Yield the lines to run; the others are settled here."""
@@ -142,6 +161,22 @@ class Run:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens / self.seconds, 1),
         }
+
+
+def _check_options(source: str, output: str, *, resume: bool, overwrite: bool, as_json: bool) -> None:
+    if resume and (overwrite or output == STDOUT):
+        msg = "--resume and --checkpoint do not go with -o -, nor --resume with --overwrite"
+        raise click.UsageError(msg)
+    if as_json and output == STDOUT:
+        msg = "--json and -o - would both print on standard output"
+        raise click.UsageError(msg)
+    check_paths(source, output)
+
+
+def _with_checkpoints(config: EngineConfig, directory: str) -> EngineConfig:
+    """Return ``config`` with checkpoints in ``directory``; prefixes are stored only where it says so itself."""
+    own = {} if config.state_cache.name != "none" else {"name": "memory", "prefix_bytes": 0}
+    return config.updated({"state_cache": {**own, "disk": directory}})
 
 
 def _open(source: str) -> contextlib.AbstractContextManager[IO[bytes]]:

@@ -10,13 +10,13 @@ ORDER = (
     {"row", "contracts", "choices", "config", "text", "tracing", "values", "cleanup"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
-    {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "mixed"},
+    {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "head", "mixed"},
     {"budget"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
-    | {"preparing", "compiled"},
+    | {"preparing", "compiled", "states", "checkpoints", "guarded"},
     {"rebuild", "relief"},
     {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "finding", "intake"}
-    | {"driver", "gauges", "mailbox", "handle", "models"},
+    | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice"},
     {"engine"},
     {"aio"},
 )

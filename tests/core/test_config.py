@@ -8,7 +8,7 @@ import pytest
 
 from oarlock.core import errors, values
 from oarlock.core.choices import Choice, parse_options
-from oarlock.core.config import KINDS, UNAVAILABLE, EngineConfig, LayoutsConfig, SchedulerConfig
+from oarlock.core.config import KINDS, EngineConfig, LayoutsConfig, SchedulerConfig
 from oarlock.core.contracts import layout
 
 SECTIONS = {section.name for section in attrs.fields(EngineConfig)}
@@ -359,32 +359,7 @@ def test_options_are_checked_by_the_plugin_that_declares_them():
         parse_options(Options, {"bits": 5}, "layouts.full")
 
 
-# --- what does not exist yet ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("state_cache", "prefix_bytes", "1GiB"),
-        ("state_cache", "disk", ""),
-        ("state_cache", "disk_bytes", "10GiB"),
-    ],
-)
-def test_what_this_version_cannot_do_is_refused(section, key, value):
-    """No dead field: a key without effect is an error that says so, whatever value it has."""
-    assert "not available in this version" in refused(section, **{key: value}).allowed
-
-
-def test_the_table_of_what_is_missing_names_real_keys_and_holds_their_defaults():
-    """A line that is deleted by half, or misspelt, is found."""
-    config = EngineConfig()
-    for key, allowed in UNAVAILABLE.items():
-        section, name = key.split(".")
-        default = getattr(getattr(config, section), name)
-        assert allowed == () or default in allowed
-        for value in allowed:
-            changed = EngineConfig.load({section: {name: "none" if value is None else value}})
-            assert getattr(getattr(changed, section), name) == value
+# --- what is read ---------------------------------------------------------------------------------------------
 
 
 def read_somewhere(name):
@@ -400,5 +375,5 @@ def read_somewhere(name):
 def test_no_field_is_dead():
     """FAULTS Q-08: a key is read by some part of the engine, or refused; the twin is a key that nobody reads."""
     keys = [f"{s}.{f.name}" for s in sorted(SECTIONS) for f in attrs.fields(type(getattr(EngineConfig(), s)))]
-    assert [key for key in keys if key not in UNAVAILABLE and not read_somewhere(key.split(".")[1])] == []
+    assert [key for key in keys if not read_somewhere(key.split(".")[1])] == []
     assert not read_somewhere("key_that_nobody_reads")

@@ -10,9 +10,9 @@ import pytest
 
 from oarlock.core import Request, hookimpl
 from oarlock.core.cleanup import attempt_all
+from oarlock.core.contracts.state_cache import NullStateCache
 from oarlock.core.engine import Engine
 from oarlock.core.errors import EngineClosed, StepInsideStep
-from oarlock.core.publication import NullStateCache
 from oarlock.layouts.full import FullCache
 
 

@@ -9,9 +9,9 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache
 
 from oarlock.core import PreparedInputs, Request, hookimpl
+from oarlock.core.contracts.state_cache import NullStateCache
 from oarlock.core.engine import Engine
 from oarlock.core.errors import InvalidParameter, UnsupportedFeature
-from oarlock.core.publication import NullStateCache
 from oarlock.core.testing import models
 from oarlock.methods.plain import Plain, PlainDecoding
 

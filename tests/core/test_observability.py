@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from oarlock.core import Request, hookimpl
+from oarlock.core.contracts.state_cache import NullStateCache
 from oarlock.core.engine import Engine
 from oarlock.core.observe import StepTrace
 
@@ -37,7 +38,7 @@ class Trace:
         return [place for place, event in enumerate(self.order) if event == ("end", phase)]
 
 
-class Keeps:
+class Keeps(NullStateCache):
     """A state cache that wants every state, so that boundaries are stored."""
 
     name = "keeps"
@@ -49,21 +50,8 @@ class Keeps:
     def register_state_caches(self, register):
         register(self)
 
-    def admit(self, row):
+    def keeps(self, row):
         return True
-
-    fits = keeps = admit
-
-    def release(self, row, completed):
-        pass
-
-    publish = lookup = lambda self, *given: None
-
-    def boundary(self):
-        pass
-
-    def stats(self):
-        return {}
 
 
 def traced(model, *, plugins=(), traces=True, started=lambda: None, **scheduler):

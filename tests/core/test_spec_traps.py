@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 
 from oarlock.core import Request, SamplingParams, hookimpl
+from oarlock.core.contracts.state_cache import NullStateCache
 from oarlock.core.engine import Engine
 from oarlock.core.errors import AdmissionError, EngineClosed, NeverFits, QueueFull
-from oarlock.core.publication import NullStateCache
 from oarlock.core.sampling import SamplerGroup
 from oarlock.methods.plain import PlainDecoding
 

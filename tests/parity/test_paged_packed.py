@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from oarlock.core import Request, hookimpl
+from oarlock.core.contracts.state_cache import NullStateCache
 from oarlock.core.engine import Engine
 from oarlock.core.errors import InvalidConfigValue, LayoutRefused
-from oarlock.core.publication import NullStateCache
 from oarlock.core.testing import models, storages
 from oarlock.layouts.pages import PagedState
 

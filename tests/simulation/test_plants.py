@@ -14,13 +14,14 @@ from oarlock.core.emission import Emitter
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.mixed import Work
 from oarlock.core.prefill import PrefillCohort
-from oarlock.core.publication import Publisher, state_key
+from oarlock.core.publication import Publisher
 from oarlock.core.rebuild import Rebuild
 from oarlock.core.recovery import Recovery
 from oarlock.core.relief import Relief
 from oarlock.core.row import Row
 from oarlock.core.sampling import SamplerGroup
 from oarlock.core.scheduler import Scheduler
+from oarlock.core.states import state_key
 from oarlock.layouts.full import FullCache
 from oarlock.methods.plain import PlainDecoding, _join_all
 from oarlock.plugins.policies import DecodeFirst
@@ -142,7 +143,7 @@ def failed_rows_are_published(patch):
         for place, row in enumerate(self._rows):
             if row.error is not None and self._method is not None:
                 states = [cache.extract(place) for cache in self._method.caches()]
-                self._store.publish(state_key(self.bound.identity, row), row.coverage, states)
+                self.states.store.publish(state_key(self.bound, row), row.coverage, states)
         retire(self)
 
     patch.setattr(ExecutionGroup, "retire", publishing)

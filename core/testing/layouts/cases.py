@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 
-from oarlock.core.bind import bind_layer
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.composition import APART, AttendingLayout, BoundLayer
 from oarlock.core.contracts.layout import CacheLayout, LayerInfo
 from oarlock.core.errors import LayoutRefused
+from oarlock.core.layout_choice import bind_layer
 from oarlock.core.manager import PluginSet
 from oarlock.core.testing.layouts.rows import Layers
 from oarlock.core.testing.layouts.toys import WINDOW, describe, toy

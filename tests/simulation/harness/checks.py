@@ -30,7 +30,7 @@ def after_step(world: World) -> None:
 
 def published(world: World, kept, key, tokens: tuple[int, ...], states) -> None:
     """Check one entry of the store. Requests may share their beginnings: one of them must have a right to it."""
-    owners = {row.id: row for row in kept if tokens[: row.prompt_tokens] in (row.prompt_ids, row.prompt_ids[:-1])}
+    owners = {row.id: row for row in kept if tokens[: row.prompt_tokens] == row.prompt_ids[: len(tokens)]}
     wrong = []
     for row in owners.values():
         try:
@@ -47,8 +47,10 @@ def _check_entry(world: World, row, key, tokens: tuple[int, ...], states) -> Non
     require(plan.reuse, f"{row.id} must not be stored")
     require(key["namespace"] == plan.namespace, f"{row.id} was stored under namespace {key['namespace']!r}")
     boundary = len(tokens) < len(plan.prompt)
-    require(len(tokens) >= len(plan.prompt) - boundary, f"{row.id} was stored under {len(tokens)} tokens")
-    require(not boundary or len(tokens) == len(plan.prompt) - 1, f"{row.id}: the boundary holds {len(tokens)} tokens")
+    others = [other.prompt for other in world.plans.values() if other is not plan]
+    shared = {min(_common(plan.prompt, prompt), len(prompt) - 1) for prompt in others}
+    ends = not boundary or len(tokens) in {len(plan.prompt) - 1, *shared}
+    require(ends, f"{row.id}: a boundary holds {len(tokens)} tokens")
     own = (*plan.prompt, *world.delivered[plan.index])
     tail = tokens[len(own) :]
     require(tokens[: len(own)] == own[: len(tokens)], f"{row.id} was stored under {tokens}, its tokens are {own}")
@@ -63,6 +65,10 @@ def _check_entry(world: World, row, key, tokens: tuple[int, ...], states) -> Non
         unseen = plan.fault == "nan" and not boundary
         same = [a == b or (unseen and math.isnan(a)) for a, b in zip(held, numbers, strict=True)]
         require(all(same), f"{row.id}: the values are another row's")
+
+
+def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def require(ok: bool, message: str) -> None:

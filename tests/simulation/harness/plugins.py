@@ -13,6 +13,7 @@ from harness.model import VOCABULARY
 from harness.plan import SHIFTS
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import RowState
+from oarlock.core.contracts.state_cache import NullStateCache
 from oarlock.methods.plain import PlainDecoding, PlainOptions
 
 
@@ -47,7 +48,7 @@ class StubSampler:
         return StubRows(params, self._check)
 
 
-class Store:
+class Store(NullStateCache):
     """A state cache that keeps everything, shares every common prefix, and can be short of room or unreliable.
 
     ``published(kept, key, tokens, states)`` is called for each entry before it is stored; ``kept`` are the rows
@@ -118,6 +119,9 @@ class Store:
         self._break()
         self.published(self.kept, key, tuple(tokens), states)
         self.entries.append((dict(key), tuple(tokens), list(states)))
+
+    def close(self) -> None:
+        self._break()
 
     def stats(self):
         return {"entries": len(self.entries)}
