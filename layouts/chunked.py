@@ -73,7 +73,7 @@ class ChunkedCache(PlainPlanes, SlotCache):
         if isinstance(other, ChunkedCache) and other.rows:
             first = min(self._needed(), other._needed()) if self.rows else other._needed()
             self._shift(first)
-            if other.start_position != first:
+            if other.start_position != first and any(map(other._held, range(other.rows))):  # else it has no columns
                 other = other._copy(range(other.rows))
                 other._shift(first)
         super().join(other, slots)

@@ -128,6 +128,26 @@ def test_rows_of_other_lengths_join_in_the_columns_of_the_earlier_start():
     both.check()
 
 
+def at_an_end():
+    """A row that goes on with a block of its own: it needs no column of those before, and has none."""
+    row = filled(10)
+    row.step([1], [0])  # drops the first block
+    row.cache.cut(8)
+    row.lists[0] = row.lists[0][:8]
+    return Mirror(row.cache.take([0])._copy([0]), row.lists)
+
+
+@pytest.mark.parametrize("length", [3, 8, 10, 30])
+def test_a_row_that_was_cut_to_the_end_of_a_block_joins_any(length):
+    """On either side; what others hold before it has no part in it."""
+    for one, two in ((filled(length), at_an_end()), (at_an_end(), filled(length)), (at_an_end(), at_an_end())):
+        one.cache.join(two.cache, [1])
+        both = Mirror(one.cache, [*one.lists, *two.lists])
+        for _ in range(12):
+            both.step([2, 1])
+            both.check()
+
+
 @pytest.mark.parametrize("length", [3, 8, 16, 21, 40])
 def test_a_restored_row_goes_on(length):
     mirror = filled(length)

@@ -13,6 +13,7 @@ from oarlock.core.testing import models
 from oarlock.plugins.state_cache.prefixes import PrefixCache
 
 HEADS = {"head_dim": 32}
+PARTS = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "vocab_size": 128}
 STORAGES = {
     "full": ("tiny-full", {}, {}),
     "rotating": ("tiny-ring", {}, {}),
@@ -21,7 +22,7 @@ STORAGES = {
     "delayed": ("tiny-full", HEADS, {"full": {"name": "delayed", "start": 20, "group_size": 32}}),
     "recurrent": ("lfm2", {"hidden_size": 128, "block_dim": 128, "block_ff_dim": 256, "vocab_size": 1000}, {}),
     "hybrid": ("qwen3_next", {"vocab_size": 128}, {}),
-    "composite": ("falcon_h1", {"vocab_size": 128}, {}),
+    "composite": ("falcon_h1", PARTS, {}),
     "chunked": ("llama4", {}, {}),
 }
 EVENTS = ("hit", "part of a hit", "miss", "eviction", "divergence")
