@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import closing
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -83,7 +82,7 @@ def _body(bound: BoundModel) -> str:
     inner: list[str] = [path for path, module in bound.model.named_modules() if path and hasattr(module, "layers")]
     for path in sorted(inner, key=lambda path: -path.count(".")):
         # Whatever a model does with fewer lines than it was given, it is not cut then.
-        with contextlib.suppress(Exception), closing(Trimmed(bound.model, path)):
+        with contextlib.suppress(Exception), contextlib.closing(Trimmed(bound.model, path)):
             _cut(bound)
             return path
     return ""

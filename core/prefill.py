@@ -72,8 +72,8 @@ class PrefillCohort:
         row.restart()
         if not (row.generated or own):
             row.cached_tokens = position
-        size, ends = row.request.prefill_chunk, self._states.boundaries(row, position, waiting)
-        size = size or self._settings.prefill_chunk
+        ends = self._states.boundaries(row, position, waiting)
+        size = row.request.prefill_chunk or self._settings.prefill_chunk
         self._preparing.append(Preparing(row, ids, position, size, ends, stored=position))
         self.accepts = row.request.inputs is None
 

@@ -49,18 +49,18 @@ class Publisher:
 
         They are the last but one, and the longest prefix that a waiting row has too.
         """
-        last = row.prompt_tokens - 1
+        last, least = row.prompt_tokens - 1, max(1, self._minimum, position + 1)
+        if last < least or not self._keeps(row):
+            return []
         shared = [min(self._common(row, other), other.prompt_tokens - 1) for other in waiting]
-        ahead = {last, max((n for n in shared if n < last), default=last)}
-        found = sorted(n for n in ahead if n >= max(1, self._minimum) and n > position)
-        return found if found and self._keeps(row) else []
+        longest = max((n for n in shared if n < last), default=last)
+        return sorted(n for n in {last, longest} if n >= least)
 
     def coming(self, preparing: Iterable[Row], row: Row) -> bool:
         """Return whether rows on their way are computing so much of what ``row`` begins with that it waits for it."""
-        ahead = (
-            other for other in preparing if self._common(other, row) - other.cached_tokens >= max(1, self._minimum)
-        )
-        return any(self.store.keeps(other) for other in ahead)
+        least = max(1, self._minimum)
+        wanted = (other for other in preparing if self._keeps(other))
+        return any(self._common(other, row) - other.cached_tokens >= least for other in wanted)
 
     def _common(self, row: Row, other: Row) -> int:
         """Return how many tokens ``other`` could begin with of ``row``'s state."""
@@ -86,9 +86,8 @@ class Publisher:
 
     def hold(self, row: Row, tokens: Sequence[int], *each: Sequence[RowState] | None) -> None:
         """Take states, each of which covers the first of ``tokens``; None is what `extract` dropped."""
-        found = [states for states in each if states is not None]
-        for states in found:
-            lasts = self.store.persists and self._bound.adapters.lasting(row.request.adapter or "")
+        lasts = self.store.persists and self._bound.adapters.lasting(row.request.adapter or "")
+        for states in filter(None, each):
             self._held.append(_Entry(row, tokens[: states[0].tokens], states, owned(states) if lasts else ()))
 
     def awaited(self, row: Row) -> bool:

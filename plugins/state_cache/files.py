@@ -18,21 +18,11 @@ from oarlock.core.contracts.layout import RowState
 FORMAT = 1
 """Of what stands in a file's header. Files of another are not read."""
 
-DTYPES: Mapping[str, tuple[mx.Dtype, str]] = {
-    "bool": (mx.bool_, "bool"),
-    "uint8": (mx.uint8, "uint8"),
-    "uint16": (mx.uint16, "uint16"),
-    "uint32": (mx.uint32, "uint32"),
-    "uint64": (mx.uint64, "uint64"),
-    "int8": (mx.int8, "int8"),
-    "int16": (mx.int16, "int16"),
-    "int32": (mx.int32, "int32"),
-    "int64": (mx.int64, "int64"),
-    "float16": (mx.float16, "float16"),
-    "bfloat16": (mx.bfloat16, "uint16"),
-    "float32": (mx.float32, "float32"),
+_WHOLE = (mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64)
+DTYPES: Mapping[str, mx.Dtype] = {
+    str(dtype).removeprefix("mlx.core."): dtype for dtype in (mx.bool_, *_WHOLE, mx.float16, mx.bfloat16, mx.float32)
 }
-"""What the header calls a dtype, and as what NumPy, which has no bfloat16, holds its bits."""
+"""By what the header calls them, which is what NumPy does, but that it has no bfloat16 and holds its bits as uint16."""
 
 
 class Damaged(ValueError):
@@ -63,9 +53,9 @@ def packed(stored: Stored) -> bytes:
     layers = []
     for layer, state in enumerate(stored.states):
         arrays = state.arrays()
-        dtypes = {name: next(kind for kind, (own, _) in DTYPES.items() if own == a.dtype) for name, a in arrays.items()}
+        dtypes = {name: next(kind for kind, own in DTYPES.items() if own == a.dtype) for name, a in arrays.items()}
         layers.append({"layout": state.layout, "tokens": state.tokens, "meta": state.meta(), "dtypes": dtypes})
-        tensors |= {f"{layer}/{name}": _numbers(array, DTYPES[dtypes[name]][1]) for name, array in arrays.items()}
+        tensors |= {f"{layer}/{name}": _numbers(array, dtypes[name]) for name, array in arrays.items()}
     header = {"format": FORMAT, "key": dict(stored.key), "tokens": stored.tokens, "layers": layers, "more": stored.more}
     return save(tensors, {"oarlock": json.dumps(header)})
 
@@ -88,7 +78,7 @@ def header(beginning: bytes) -> tuple[int, Mapping[str, Any]]:
         if found["format"] != FORMAT:
             msg = f"its format is {found['format']!r}, {FORMAT} is read"
             raise Damaged(msg)
-        found = {"key": dict(found["key"]), "tokens": tuple(found["tokens"]), "layers": found["layers"], **found}
+        found |= {"key": dict(found["key"]), "tokens": tuple(found["tokens"]), "layers": list(found["layers"])}
     except (ValueError, LookupError, TypeError) as error:
         msg = str(error) if isinstance(error, Damaged) else "its header is none of oarlock's"
         raise Damaged(msg) from error
@@ -113,21 +103,20 @@ def unpacked(data: bytes) -> Stored:
             for layer, each in enumerate(found["layers"])
         ]
         key = {str(name): str(value) for name, value in found["key"].items()}
-        return Stored(key=key, tokens=tuple(found["tokens"]), states=tuple(states), more=found["more"])
+        return Stored(key=key, tokens=found["tokens"], states=tuple(states), more=found["more"])
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         msg = f"its contents do not fit its header: {error}"
         raise Damaged(msg) from error
 
 
 def _numbers(array: mx.array, kind: str) -> np.ndarray:
-    """Return what lies in memory, as NumPy's ``kind``, without a copy."""
+    """Return what lies in memory, as NumPy holds ``kind``, without a copy."""
     view = memoryview(array)  # type: ignore[arg-type]  # its stub has no buffer protocol
     if not view.c_contiguous:
         msg = f"an array of shape {array.shape} does not lie in memory in its order"
         raise ValueError(msg)
-    return np.frombuffer(view, dtype=kind).reshape(array.shape)
+    return np.frombuffer(view, dtype="uint16" if kind == "bfloat16" else kind).reshape(array.shape)
 
 
 def _array(numbers: np.ndarray, kind: str) -> mx.array:
-    dtype, _ = DTYPES[kind]
-    return mx.array(numbers).view(dtype)
+    return mx.array(numbers).view(DTYPES[kind])

@@ -41,7 +41,7 @@ class Shelf:
             if min(common, most) <= than:
                 return None
             stored = self._read(name, key)
-            if stored is None or common > len(stored.tokens) or stored.tokens[:common] != tuple(tokens[:common]):
+            if stored is None or stored.tokens[:common] != tuple(tokens[:common]):
                 continue
             length = usable(self._layers, stored.states, len(stored.tokens), min(common, most))
             if length > than:
@@ -92,7 +92,7 @@ class Shelf:
         if not found:
             msg = "it is shorter than its header says"
             raise Damaged(msg)
-        key, tokens = plain(found["key"]), tuple(found["tokens"])
+        key, tokens = plain(found["key"]), found["tokens"]
         self._known[name] = key, tokens
         self._tries.setdefault(key, Trie()).put(tokens, name)
 

@@ -1,16 +1,17 @@
 """Kind A: what begins with a stored prefix answers as a cold run, whoever stored it and whatever became of the row."""
 
-import hashlib
+import contextlib
 import random
 
 import mlx.core as mx
 import pytest
 
-from oarlock.core import publication, states
+from oarlock.core import Request, publication, states
 from oarlock.core.contracts.composition import BoundLayer, restored
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.core.publication import Publisher
 from oarlock.core.result import FinishReason
+from oarlock.core.testing.warm import Counting, digest
 from oarlock.layouts.full import FullCache, FullLayout, FullOptions
 from oarlock.layouts.recurrent import RecurrentCache
 from oarlock.layouts.rotating import RotatingLayout
@@ -39,20 +40,11 @@ def said(engine, *prompts, n=5):
 
 
 def asked(ids, n=5, **more):
-    from oarlock.core import Request
-
     return Request(prompt_ids=ids, max_tokens=n, **more)
 
 
 def entries(engine):
     return engine._store._store._entries
-
-
-def digest(state):
-    whole = hashlib.sha256()
-    for name, array in sorted(state.arrays().items()):
-        whole.update(name.encode() + bytes(memoryview(mx.contiguous(array).view(mx.uint8))))
-    return whole.hexdigest()
 
 
 @pytest.fixture(params=KEYS)
@@ -101,7 +93,7 @@ def check_entries_stay(bench, key):
     while not beside._row.token_ids:
         warm.step()
     said(warm, first, n=3)
-    before = {entry: [digest(state) for state in entry.states] for entry in entries(warm)}
+    before = {entry: digest(entry.states) for entry in entries(warm)}
     assert before
     both = [[*first, 1, 2], [*first, 3]]
     wanted = said(cold, *both)[0]
@@ -112,9 +104,9 @@ def check_entries_stay(bench, key):
         assert min(cached) >= 29
         for handle in running:
             handle.result()
-    for entry, digests in before.items():
-        assert [digest(state) for state in entry.states] == digests
-        assert [state.tokens for state in entry.states] == [len(entry.tokens)] * len(digests)
+    for entry, found in before.items():
+        assert digest(entry.states) == found
+        assert {state.tokens for state in entry.states} == {len(entry.tokens)}
 
 
 @pytest.mark.fault("A-02", "A-03")
@@ -370,8 +362,6 @@ def test_twin_tokens_that_were_fed_and_not_recorded_are_noticed(bench, planted, 
         for entry in self._held:
             self.store.publish(self._key(entry.row), list(entry.tokens), entry.states)
         self._held = []
-        import contextlib
-
         return contextlib.nullcontext([])
 
     monkeypatch.setattr(publication.Publisher, "take", take)
@@ -452,20 +442,11 @@ def test_adopted_blocks_are_continued_in_company(bench, length):
 def test_what_is_counted_as_cached_was_not_forwarded(bench, key):
     """A spy on the model agrees with the counts, also where a layout can be cut nowhere."""
     warm = opened(bench, key, pipeline=False, mixed=False)
-    whole, model, seen = prompt(15, 50), warm.bound.model, []
-
-    class Spy:
-        def __call__(self, ids, **named):
-            seen.append(ids.size)
-            return model(ids, **named)
-
-        def __getattr__(self, name):
-            return getattr(model, name)
-
-    object.__setattr__(warm.bound, "model", Spy())
+    whole, counting = prompt(15, 50), Counting(warm.bound.model)
+    object.__setattr__(warm.bound, "model", counting)
     for case in (whole, whole, [*whole, 3], [*whole[:25], 2, 2], whole[:10]):
-        seen.clear()
+        counting.tokens = 0
         _, (cached,) = said(warm, case, n=3)
-        assert sum(seen) == len(case) - cached + 2
+        assert counting.tokens == len(case) - cached + 2
     stats = warm.stats()["state_cache"]
     assert stats["bytes"] == sum(state.nbytes for entry in entries(warm) for state in entry.states)

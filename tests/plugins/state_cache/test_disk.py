@@ -14,17 +14,6 @@ from oarlock.core.testing import models
 from oarlock.plugins.state_cache.disk import Directory
 from oarlock.plugins.state_cache.files import DTYPES, Damaged, Stored, digest, header, packed, unpacked
 
-STORAGES = {
-    "full": ("tiny-full", {}),
-    "rotating": ("tiny-ring", {}),
-    "quantized": ("qwen3", {"full": {"name": "quantized", "bits": 4, "group_size": 32}}),
-    "paged": ("tiny-full", {"full": {"name": "paged", "block_size": 16}}),
-    "delayed": ("qwen3", {"full": {"name": "delayed", "start": 20, "group_size": 32}}),
-    "recurrent": ("mamba2", {}),
-    "hybrid": ("qwen3_next", {}),
-    "composite": ("falcon_h1", {}),
-    "chunked": ("llama4", {}),
-}
 PROMPT = random.Random(5).choices(range(97), k=60)
 
 
@@ -52,7 +41,7 @@ def files(directory):
 
 def stored(**changes):
     """A row of two layers with an array of every dtype."""
-    arrays = {name: mx.arange(6).reshape(1, 2, 3).astype(dtype) for name, (dtype, _) in DTYPES.items()}
+    arrays = {name: mx.arange(6).reshape(1, 2, 3).astype(dtype) for name, dtype in DTYPES.items()}
     mx.eval(list(arrays.values()))
     states = (
         RowState(layout="full", tokens=3, arrays=arrays, meta={"a": "1"}),
@@ -97,10 +86,9 @@ def test_another_format_is_refused_by_its_number():
 # --- entries through the engine -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_prefixes_outlive_the_process(storage, tmp_path):
+def test_prefixes_outlive_the_process(storages, storage, tmp_path):
     """The next engine begins where the first one's row ended, and answers as without."""
-    name, layouts = STORAGES[storage]
+    name, layouts = storages[storage]
     model = models.build(name)
     with engine(model, tmp_path, layouts) as first:
         answer = ask(first, PROMPT)

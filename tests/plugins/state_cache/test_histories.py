@@ -1,15 +1,14 @@
 """Histories: conversations of any shape, in and out of batches, over a cache that is too small for them."""
 
-import hashlib
 import random
 from collections import Counter
 
-import mlx.core as mx
 import pytest
 
 from oarlock.core import Request
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
+from oarlock.core.testing.warm import Counting, digest
 from oarlock.plugins.state_cache.prefixes import PrefixCache
 
 HEADS = {"head_dim": 32}
@@ -30,20 +29,6 @@ SHORT, LONG, SLICES = 3, 37, 9  # 9 storages x 9 slices x 37 histories: 2,997; t
 TURNS, TOKENS, VOCABULARY = 9, 3, 97
 
 
-class Spy:
-    """A model that counts what it forwards."""
-
-    def __init__(self, model):
-        self._model, self.tokens = model, 0
-
-    def __call__(self, ids, **named):
-        self.tokens += ids.size
-        return self._model(ids, **named)
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-
 class World:
     """One storage's model, a cold engine, and what prompts were answered by it."""
 
@@ -53,7 +38,7 @@ class World:
         self.verify = self.model.model_type == "llama4"
         self.cold, self.answers = self.engine("none", 0), {}
         self.warm = self.engine("memory", 2**30)
-        self.spy = Spy(self.warm.bound.model)
+        self.spy = Counting(self.warm.bound.model)
         object.__setattr__(self.warm.bound, "model", self.spy)
         self.warm.generate([Request(prompt_ids=range(40), max_tokens=1)])
         self.room = 4 * max(1, self.warm.stats()["state_cache"]["bytes"])
@@ -109,16 +94,10 @@ def common(one, two):
 
 def unchanged(engine, before):
     """Digests of what is stored, after those of what was are found equal."""
-    now = {}
-    for entry in engine._store._store._entries:
-        whole = hashlib.sha256()
-        for state in entry.states:
-            assert state.tokens == len(entry.tokens)
-            for array in state.arrays().values():
-                whole.update(bytes(memoryview(mx.contiguous(array).view(mx.uint8))))
-        now[entry] = whole.hexdigest()
-    for entry, digest in now.items():
-        assert before.get(entry, digest) == digest
+    entries = engine._store._store._entries
+    assert all(state.tokens == len(entry.tokens) for entry in entries for state in entry.states)
+    now = {entry: digest(entry.states) for entry in entries}
+    assert all(before.get(entry, found) == found for entry, found in now.items())
     return now
 
 

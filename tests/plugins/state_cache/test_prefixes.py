@@ -1,6 +1,5 @@
 """The prefix cache: answers that begin with what was stored equal those computed from the first token on."""
 
-import hashlib
 import random
 
 import mlx.core as mx
@@ -11,22 +10,12 @@ from oarlock.core.contracts.composition import BoundLayer
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
+from oarlock.core.testing.warm import digest
 from oarlock.layouts.full import FullLayout, FullOptions
 from oarlock.layouts.recurrent import RecurrentLayout, RecurrentOptions
 from oarlock.plugins.state_cache.prefixes import PrefixCache
 
 KEY = {"identity": "m", "adapter": "", "namespace": ""}
-STORAGES = {
-    "full": ("tiny-full", {}),
-    "rotating": ("tiny-ring", {}),
-    "quantized": ("qwen3", {"full": {"name": "quantized", "bits": 4, "group_size": 32}}),
-    "paged": ("tiny-full", {"full": {"name": "paged", "block_size": 16}}),
-    "delayed": ("qwen3", {"full": {"name": "delayed", "start": 20, "group_size": 32}}),
-    "recurrent": ("mamba2", {}),
-    "hybrid": ("qwen3_next", {}),
-    "composite": ("falcon_h1", {}),
-    "chunked": ("llama4", {}),
-}
 
 
 def engine(model, layouts=(), **cache):
@@ -36,13 +25,8 @@ def engine(model, layouts=(), **cache):
 
 
 def bytes_of(store):
-    """A digest of every stored array, by entry."""
-    arrays = ((entry, array) for entry in store._entries for state in entry.states for array in state.arrays().values())
-    found = {}
-    for entry, array in arrays:
-        digest = hashlib.sha256(bytes(memoryview(mx.contiguous(array).view(mx.uint8))))
-        found.setdefault(entry, []).append(digest.hexdigest())
-    return found
+    """A digest of every entry's arrays."""
+    return {entry: digest(entry.states) for entry in store._entries}
 
 
 def conversations(rng, turns):
@@ -55,10 +39,9 @@ def conversations(rng, turns):
         known += [prompt + list(answer) for prompt, answer in zip(prompts, (yield prompts), strict=True)]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_conversations_equal_their_cold_runs(storage):
+def test_conversations_equal_their_cold_runs(storages, storage):
     """Shared, parted, repeated, extended and cut beginnings, alone and in company; nothing stored ever changes."""
-    name, layouts = STORAGES[storage]
+    name, layouts = storages[storage]
     model = models.build(name)
     with engine(model, layouts) as warm, engine(model, layouts, name="none") as cold:
         turns, answers, stored, reused = conversations(random.Random(7), 25), None, {}, 0
@@ -70,7 +53,7 @@ def test_conversations_equal_their_cold_runs(storage):
             reused += sum(each.usage.cached_tokens for each in found)
             answers = [each.token_ids for each in found]
             now = bytes_of(warm._store._store)
-            assert all(now.get(entry, digest) == digest for entry, digest in stored.items())
+            assert all(now.get(entry, before) == before for entry, before in stored.items())
             stored = now
         stats = warm.stats()["state_cache"]
         assert stats["reused_tokens"] == reused > 100
@@ -78,9 +61,9 @@ def test_conversations_equal_their_cold_runs(storage):
 
 
 @pytest.mark.parametrize("storage", ["full", "rotating", "quantized", "paged", "hybrid"])
-def test_what_prompts_have_in_common_is_computed_once(storage):
+def test_what_prompts_have_in_common_is_computed_once(storages, storage):
     """Sixteen that come together, 100 tokens of which they share: 100 and the sixteen rests are forwarded."""
-    name, layouts = STORAGES[storage]
+    name, layouts = storages[storage]
     model, rng = models.build(name), random.Random(3)
     common = [rng.randrange(97) for _ in range(100)]
     prompts = [common + [rng.randrange(97) for _ in range(10)] for _ in range(16)]

@@ -9,18 +9,8 @@ from oarlock.core.engine import Engine
 from oarlock.core.errors import RequestError, UnsupportedFeature
 from oarlock.core.result import FinishReason
 from oarlock.core.testing import models
+from oarlock.core.testing.warm import Counting
 
-STORAGES = {
-    "full": ("tiny-full", {}),
-    "rotating": ("tiny-ring", {}),
-    "quantized": ("qwen3", {"full": {"name": "quantized", "bits": 4, "group_size": 32}}),
-    "paged": ("tiny-full", {"full": {"name": "paged", "block_size": 16}}),
-    "delayed": ("qwen3", {"full": {"name": "delayed", "start": 20, "group_size": 32}}),
-    "recurrent": ("mamba2", {}),
-    "hybrid": ("qwen3_next", {}),
-    "composite": ("falcon_h1", {}),
-    "chunked": ("llama4", {}),
-}
 LOSSY = ("quantized", "delayed")
 """Where the last bit of a number decides about a code, and so a draw near its edge: greedy rows are compared there."""
 INTERVAL, TOKENS = 5, 24
@@ -71,25 +61,10 @@ def files(directory):
     return sorted(directory.glob("*.safetensors"))
 
 
-class Forwarded:
-    """A model that counts the tokens it forwards."""
-
-    def __init__(self, model):
-        self._model, self.tokens = model, 0
-
-    def __call__(self, ids, **named):
-        self.tokens += ids.size
-        return self._model(ids, **named)
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-
 @pytest.mark.parametrize("steps", [1, 4, 9, 14, 22])
-@pytest.mark.parametrize("storage", STORAGES)
-def test_the_next_process_ends_what_one_began(storage, steps, tmp_path):
+def test_the_next_process_ends_what_one_began(storages, storage, steps, tmp_path):
     """SPEC 14.1-14.7: the same tokens, log-probabilities and counts, greedy, seeded and without a seed of their own."""
-    name, layouts = STORAGES[storage]
+    name, layouts = storages[storage]
     model = models.build(name)
     with engine(model, tmp_path, layouts) as first:
         handles = left(first, requests(), steps)
@@ -126,7 +101,7 @@ def test_little_is_forwarded_again(steps, tmp_path):
         handles = left(first, requests(), steps)
         known = [len(handle._row.token_ids) for handle in handles]
     assert all(known)
-    counting = Forwarded(model)
+    counting = Counting(model)
     with engine(model, tmp_path) as second:
         object.__setattr__(second.bound, "model", counting)
         second.generate(requests())
@@ -146,7 +121,7 @@ def test_a_long_prompt_is_not_begun_again(tmp_path):
             first._driver._preparation._forward(None)
         assert not handle._row.generated
         written(first)
-    counting = Forwarded(model)
+    counting = Counting(model)
     with engine(model, tmp_path) as second, engine(model) as cold:
         object.__setattr__(second.bound, "model", counting)
         (got,) = second.generate([ask])
@@ -215,7 +190,7 @@ def test_another_request_begins_anew(change, tmp_path):
         left(first, [asked], 14)
     fields = {"prompt_ids": asked.prompt_ids, "max_tokens": TOKENS, "sampling": asked.sampling, "id": asked.id}
     other = Request(**{**fields, "checkpoint_interval": INTERVAL, **change})
-    counting = Forwarded(model)
+    counting = Counting(model)
     with engine(model, tmp_path) as second:
         object.__setattr__(second.bound, "model", counting)
         (got,) = second.generate([other])
