@@ -80,12 +80,13 @@ class Run:
 
 
 class OarlockRun(Run):
-    """Ours; ``scheduler`` changes its settings."""
+    """Ours; ``scheduler`` changes its settings, ``full`` is the layout of full attention."""
 
-    def __init__(self, model: Any, work: Arrivals, name: str = "oarlock", **scheduler: Any) -> None:
+    def __init__(self, model: Any, work: Arrivals, name: str = "oarlock", full: Any = "full", **scheduler: Any) -> None:
         self.name, self._work = name, work
-        chosen = {**settings(work.rows)["scheduler"], "max_batch": work.rows, **scheduler}
-        self._engine = Engine(model, config={"scheduler": chosen})
+        config = settings(work.rows)
+        chosen = {**config["scheduler"], "max_batch": work.rows, **scheduler}
+        self._engine = Engine(model, config={**config, "scheduler": chosen, "layouts": {"full": full}})
         self._events: list[tuple[int, int]] = []
 
     def submit(self, number: int, prompt: Sequence[int]) -> None:
@@ -234,9 +235,11 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "prefill_first": {"policy": "prefill_first"},
     "fair_share": {"policy": "fair_share"},
     "no mixed forwards": {"mixed": False},
-    "no pipeline": {"pipeline": False},
-    "chunks of 128": {"prefill_chunk": 128},
-    "stall bound of 500 ms": {"stall_bound_ms": 500},
+    "no mixed forwards, stall bound of 500 ms": {"mixed": False, "stall_bound_ms": 500},
+    "mixed forwards of 256": {"mixed_token_budget": 256},
+    "pipeline": {"pipeline": True},
+    "padding read": {"full": {"name": "full", "reads": "padded"}},
+    "paged": {"full": "paged"},
 }
 
 
@@ -249,8 +252,8 @@ def run_policies(rounds: int) -> Iterator[Report]:
 
 
 def run_switches(rounds: int) -> Iterator[Report]:
-    for name, changes in list(SWITCHES.items())[3:]:
-        yield switched(models.smollm2(), max(MIN_PAIRS, rounds - 2), {name: changes})
+    for part in (list(SWITCHES.items())[3:6], list(SWITCHES.items())[6:]):  # each beside runs at the defaults
+        yield switched(models.smollm2(), max(MIN_PAIRS, rounds - 2), dict(part))
 
 
 WORKLOADS = {"busy": run_busy, "policies": run_policies, "switches": run_switches}

@@ -38,11 +38,11 @@ class Served:
 
 
 class Ours:
-    """An engine; ``cache`` are settings of the state cache, none of which is the same engine without one."""
+    """An engine; ``cache`` names its state cache."""
 
-    def __init__(self, name: str, model: Any, layouts: Mapping[str, Any], **cache: Any) -> None:
+    def __init__(self, name: str, model: Any, layouts: Mapping[str, Any], cache: str) -> None:
         self.name, self._model = name, model
-        self._config = {**settings(16), "layouts": dict(layouts), "state_cache": cache}
+        self._config = {**settings(16), "layouts": dict(layouts), "state_cache": {"name": cache}}
         self.bytes_per_entry = 0
 
     def begin(self) -> None:
@@ -118,7 +118,7 @@ class Theirs:
 
 def shared(name: str, model: Any, prompts: Sequence[Sequence[int]], rounds: int, target: float | None) -> Report:
     """Serve prompts that begin alike and come together, with and without a state cache."""
-    sides = [Ours("with reuse", model, {}, name="memory"), Ours("without", model, {})]
+    sides = [Ours("with reuse", model, {}, "memory"), Ours("without", model, {}, "none")]
     served: dict[str, list[Served]] = {side.name: [] for side in sides}
     for number in range(rounds):
         for side in (*sides[number % 2 :], *sides[: number % 2]):
@@ -155,7 +155,7 @@ def turns(
     name: str, model: Any, layouts: Mapping[str, Any], firsts: Sequence[Sequence[int]], rounds: int, *, beside: bool
 ) -> Report:
     """Serve a second turn of each conversation: the first, its answer and some tokens more; mlx-lm ``beside`` it."""
-    sides: list[Any] = [Ours("with reuse", model, layouts, name="memory"), Ours("without", model, layouts)]
+    sides: list[Any] = [Ours("with reuse", model, layouts, "memory"), Ours("without", model, layouts, "none")]
     sides += [Theirs(model)] if beside else []
     served: dict[str, list[Served]] = {side.name: [] for side in sides}
     for number in range(rounds):

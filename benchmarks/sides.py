@@ -26,8 +26,11 @@ ENDLESS = 100_000
 
 
 def settings(rows: int, **scheduler: Any) -> dict[str, Any]:
-    """Return an engine's configuration for ``rows`` rows."""
-    return {"scheduler": {"max_batch": max(16, rows), "max_queued": max(64, rows), **scheduler}}
+    """Return an engine's configuration for ``rows`` rows. Rounds repeat their prompts, so nothing is kept of them."""
+    return {
+        "scheduler": {"max_batch": max(16, rows), "max_queued": max(64, rows), **scheduler},
+        "state_cache": {"name": "none"},
+    }
 
 
 class Oarlock:

@@ -35,6 +35,10 @@ def resident() -> int:
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
+STORED = "16MiB"
+"""Of stored prefixes: full before the warm-up is over, so that they come and go for the rest of the time."""
+
+
 def request(rng: random.Random, vocabulary: int) -> Request:
     """Return one of any kind."""
     fails = rng.random() < 0.05
@@ -74,12 +78,18 @@ def held() -> dict[str, int]:
 
 
 def run(
-    model: Any, warm_up: float, seconds: float, layouts: dict[str, Any], clock: Callable[[], float] = time.monotonic
+    model: Any,
+    warm_up: float,
+    seconds: float,
+    layouts: dict[str, Any],
+    stored: str = STORED,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """Work for a while and return what was held after the warm-up, on the way, and at the end."""
     rng, samples, ended = random.Random(0), [], 0
     scheduler = {"max_batch": 8, "prefill_chunk": 128, "kv_budget": "256MiB", "overcommit": 2.0}
-    with Engine(model, config={"scheduler": scheduler, "layouts": layouts}) as engine:
+    config = {"scheduler": scheduler, "layouts": layouts, "state_cache": {"prefix_bytes": stored}}
+    with Engine(model, config=config) as engine:
         parts: Sequence[float] = (warm_up, *([seconds / 8] * 8))
         for part in parts:
             end = clock() + part

@@ -20,6 +20,7 @@ from oarlock.core.contracts.method import GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
 from oarlock.core.contracts.sampler import Sampler
 from oarlock.core.contracts.state_cache import NullStateCache, StateCache
+from oarlock.core.device import settled
 from oarlock.core.errors import LayoutRefused
 from oarlock.core.head import Trimmed
 from oarlock.core.layout_choice import bind_layer, check_columns, geometry, own_layout
@@ -173,7 +174,7 @@ def bind(
     Raises `errors.UnsupportedLayer`, `errors.LayoutRefused`, `errors.ModelNotBatchable`, or what resolving a name
     raises, before any request is taken.
     """
-    facts = reading.read(model)
+    config, facts = settled(config), reading.read(model)
     known = {info.path for layer in facts.layers for info in (layer, *layer.parts)}
     for path in config.layouts.layers:
         if path not in known:

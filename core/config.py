@@ -78,6 +78,7 @@ class SchedulerConfig:
 
     ``stall_bound_ms`` is the longest that running rows wait for one advance of a joiner's prompt; 0 is a chunk's time.
     ``compiled`` "auto" compiles no decode step: on the CPU the first one waits for the C++ compiler, and no GPU was measured.
+    ``pipeline`` and ``mixed_token_budget`` "auto" go by the device: see `core.device`.
     """
 
     max_batch: int = _setting(16, values.floor)
@@ -88,11 +89,11 @@ class SchedulerConfig:
     prefill_batch_tokens: int = _setting(2048, values.whole(1))
     tail_split: bool = _setting(True, values.flag)
     early_first_token: bool = _setting(True, values.flag)
-    pipeline: bool = _setting(True, values.flag)
+    pipeline: bool | str = _setting("auto", values.auto_flag)
     vectorised_sampling: bool = _setting(True, values.flag)
     compiled: bool | str = _setting("auto", values.auto_flag)
     mixed: bool | str = _setting("auto", values.auto_flag)
-    mixed_token_budget: int = _setting(256, values.whole(1))
+    mixed_token_budget: int | str = _setting("auto", values.auto_whole(1))
     kv_budget: int | float | None = _setting(None, values.parse_budget)
     overcommit: float = _setting(1.0, values.at_least(1.0))
     max_recoveries: int = _setting(8, values.whole(0))
@@ -106,17 +107,19 @@ class SchedulerConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("state_cache"))
 class StateCacheConfig:
-    """``[state_cache]``: what is kept of rows outside the running group."""
+    """``[state_cache]``: what is kept of rows outside the running group. ``checkpoints`` are in ``disk`` unless named."""
 
-    name: str = _setting("none", values.name)
+    name: str = _setting("memory", values.name)
     prefix_bytes: int = _setting("1GiB", values.parse_bytes)
     publish_min_tokens: int = _setting(64, values.whole(1))
     disk: str = _setting("", values.text)
+    checkpoints: str = _setting("", values.text)
     disk_bytes: int = _setting("10GiB", values.parse_bytes)
 
     def __attrs_post_init__(self) -> None:
-        if self.disk and self.name == "none":
-            raise InvalidConfigValue("state_cache.disk", self.disk, "a directory beside state_cache.name = 'memory'")
+        for key, value in (("state_cache.disk", self.disk), ("state_cache.checkpoints", self.checkpoints)):
+            if value and self.name == "none":
+                raise InvalidConfigValue(key, value, "a directory beside state_cache.name = 'memory'")
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("layouts"))

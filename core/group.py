@@ -134,7 +134,7 @@ class ExecutionGroup:
             return
         for place, row in enumerate(self._rows):
             if row.over:
-                self.states.take(self._method.caches(), place, row, row.coverage)
+                self.states.take(self._method.caches(), place, row, row.coverage, last=len(self._rows) == 1)
         self._keep(survivors, discard=False)
 
     # --- what the driver asks ------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class ExecutionGroup:
     def room(self) -> int:
         """Tokens that the budget of a mixed forward leaves beside the next step's."""
         running = self._method.running_tokens if self._method is not None else None
-        return self.config.scheduler.mixed_token_budget - (running or 0)
+        return int(self.config.scheduler.mixed_token_budget) - (running or 0)
 
     def advance(self, work: Work | None = None) -> None:
         """Advance every running row once. An error of a forward costs the guilty rows; all else is raised.

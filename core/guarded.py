@@ -22,7 +22,7 @@ class SafeStateCache:
 
     def __init__(self, store: StateCache) -> None:
         self.name = store.name
-        self.persists = store.persists
+        self.persists, self.resumes = store.persists, store.resumes
         self.admit = store.admit
         self._store = store
         self._nothing = NullStateCache()

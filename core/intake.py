@@ -84,8 +84,9 @@ def check_checkpoints(request: Request, bound: BoundModel, store: StateCache) ->
     if request.checkpoint_interval is None:
         return
     field = "checkpoint_interval"
-    if not store.persists:
-        raise UnsupportedFeature(field, f"the state cache {store.name!r} stores nothing on disk; see state_cache.disk")
+    if not store.resumes:
+        reason = f"the state cache {store.name!r} stores none; see state_cache.checkpoints and state_cache.disk"
+        raise UnsupportedFeature(field, reason)
     if request.id is None:
         raise UnsupportedFeature(field, "the request has no id by which another process could ask for it again")
     if request.inputs is not None:

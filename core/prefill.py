@@ -248,7 +248,7 @@ class PrefillCohort:
         settings, row = self._settings, rows[0]
         if settings.early_first_token or self.eager or self._group.emitter.observers.attribution or self._group.rows:
             return False
-        return len(rows) == 1 and not row.over and settings.pipeline and row.request.constraint is None
+        return len(rows) == 1 and not row.over and bool(settings.pipeline) and row.request.constraint is None
 
     def _hand_over(self, finals: Sequence[Preparing], first: Draw | None) -> None:
         """Join finished rows to the group one by one, then drop them from the cohort in one keep."""

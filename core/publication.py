@@ -72,17 +72,22 @@ class Publisher:
         pairs = enumerate(zip(row.prompt_ids, other.prompt_ids, strict=False))
         return next((i for i, (one, two) in pairs if one != two), min(row.prompt_tokens, other.prompt_tokens))
 
-    def take(self, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]) -> None:
-        """Take the state of a row that is over; a short one that shared its forwards only where a session goes on."""
+    def take(
+        self, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int], *, last: bool = False
+    ) -> None:
+        """Take the state of a row that is over; a short one that shared its forwards only where a session goes on.
+
+        ``last``: the caches are dropped after this.
+        """
         short = row.merged and row.prompt_tokens < self._minimum and row.request.session is None
         if row.reason is not FinishReason.CANCELLED and not short:
-            self.hold(row, tokens, self.extract(caches, place, row, tokens))
+            self.hold(row, tokens, self.extract(caches, place, row, tokens, last=last and not row.merged))
 
     def extract(
-        self, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]
+        self, caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int], *, last: bool = False
     ) -> list[RowState] | None:
         """Return the state of a row that is worth storing; see `core.states.extract`."""
-        return extract(caches, place, row, tokens) if self._keeps(row) else None
+        return extract(caches, place, row, tokens, last=last) if self._keeps(row) else None
 
     def hold(self, row: Row, tokens: Sequence[int], *each: Sequence[RowState] | None) -> None:
         """Take states, each of which covers the first of ``tokens``; None is what `extract` dropped."""

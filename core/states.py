@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import structlog
 
-from oarlock.core.contracts.composition import restored
+from oarlock.core.contracts.composition import SurrenderingCache, restored
 from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.row import Row
@@ -25,10 +25,13 @@ def state_key(bound: BoundModel, row: Row) -> dict[str, str]:
     return {"model": bound.identity, "layouts": bound.stored, "adapter": adapter, "namespace": row.namespace}
 
 
-def extract(caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int]) -> list[RowState] | None:
+def extract(
+    caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence[int], *, last: bool = False
+) -> list[RowState] | None:
     """Return the state of the row at ``place`` on every layer, or None where it is dropped.
 
-    Dropped: a tainted state, and one that does not cover exactly ``tokens`` on every layer.
+    Dropped: a tainted state, and one that does not cover exactly ``tokens`` on every layer. ``last``: the row is the only
+    one, and the caches are dropped after this.
     """
     if row.fed_tainted or row.error is not None or not caches:
         return None
@@ -36,7 +39,10 @@ def extract(caches: Sequence[BatchCache], place: int, row: Row, tokens: Sequence
         if any(cache.tokens[place] != len(tokens) for cache in caches):
             _log.warning("state_dropped", request_id=row.id, tokens=len(tokens), held=caches[0].tokens[place])
             return None
-        states = [cache.extract(place) for cache in caches]
+        states = [
+            cache.surrender() if last and isinstance(cache, SurrenderingCache) else cache.extract(place)
+            for cache in caches
+        ]
     except Exception as error:  # noqa: BLE001 - the entry is lost, the row is not
         _log.warning("state_not_stored", request_id=row.id, error=repr(error))
         return None

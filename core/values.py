@@ -35,6 +35,12 @@ def whole(minimum: int) -> Parse:
     return _rule(lambda value: type(value) is int and value >= minimum, f"whole numbers >= {minimum}")
 
 
+def auto_whole(minimum: int) -> Parse:
+    """Return a rule for whole numbers from ``minimum``, or "auto"."""
+    allowed = f'"auto", whole numbers >= {minimum}'
+    return _rule(lambda value: value == "auto" or (type(value) is int and value >= minimum), allowed)
+
+
 def at_least(minimum: float) -> Parse:
     """Return a rule for finite numbers from ``minimum``, kept as floats."""
     return _rule(lambda value: _number(value) and value >= minimum, f"finite numbers >= {minimum:g}", float)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.core.contracts.composition import Part
 from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowState
-from oarlock.layouts.full import FullCache, FullLayout
+from oarlock.layouts.full import FullCache, FullLayout, FullOptions
 from oarlock.layouts.joins import check_slots
 from oarlock.layouts.mixed import Share, SharedKeysValues, Shares
 from oarlock.layouts.parts import Parted, at, drop
@@ -57,8 +57,7 @@ class DelayedCache(NamedPlanes, Parted):
     plain: Plain
     packed: Packed
     _whole: Plain | Packed | None
-    _starts = Positions(())
-    _written = 0
+    _starts, _written = Positions(()), 0
 
     def __init__(self, parts: Iterable[Part], stop: int) -> None:
         """Hold the rows of two parts; a plain row of ``stop`` tokens is packed before it gets another."""
@@ -271,7 +270,8 @@ class DelayedLayout:
 
     def open(self, layer: LayerInfo, options: DelayedOptions, *, slots: int, window: int) -> DelayedCache:
         """Return a cache without rows; slots are reserved where rows are."""
-        caches = [layout.open(layer, options, slots=slots, window=window) for layout in _layouts(layer)]
+        pairs = zip(_layouts(layer), (FullOptions(reads="padded"), options), strict=True)
+        caches = [layout.open(layer, own, slots=slots, window=window) for layout, own in pairs]
         return DelayedCache([Part([], cache) for cache in caches], options.stop)
 
     def bytes_at(self, layer: LayerInfo, options: DelayedOptions, tokens: int) -> int:
@@ -290,7 +290,7 @@ class DelayedLayout:
 
 
 def _layouts(layer: LayerInfo) -> tuple[Any, Any]:
-    """Return the layouts that hold a layer's rows plain and packed."""
+    """Return what holds rows plain and packed."""
     return RotatingLayout() if layer.kind == "rotating" else FullLayout(), QuantizedLayout()
 
 

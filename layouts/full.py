@@ -5,6 +5,7 @@ Rows are aligned left, each with its own write position, so a rollback is a subt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -15,15 +16,19 @@ from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import LayerInfo, RowState
 from oarlock.layouts.masks import causal
 from oarlock.layouts.planes import PlainPlanes, Planes, column_bytes, grown, round_up
+from oarlock.layouts.rowwise import RowwiseKeyValues, shared_mask, worth
 from oarlock.layouts.slots import SlotCache
 from oarlock.layouts.traced import TracedColumns
 
 OARLOCK_API = 1
+READS = ("auto", "padded", "rows")
 
 
 @attrs.frozen
 class FullOptions:
-    """`full` has no options."""
+    """``reads``: "rows" reads rows one by one where lengths differ, "padded" never; "auto" where that saves more than it costs."""
+
+    reads: str = attrs.field(default="auto", validator=attrs.validators.in_(READS))
 
 
 class LeftAligned(SlotCache):
@@ -69,6 +74,15 @@ class LeftAligned(SlotCache):
         """Return a dispatched copy of a row's planes, without reserve."""
         return self._copy([row]).planes
 
+    def surrender(self) -> RowState:
+        """Return the only row on these very planes, unless more than a quarter of them is reserve."""
+        tokens = self._tokens[0]
+        if not self.planes or 5 * tokens < 4 * math.prod(self._first.shape[::2]):
+            return self.extract(0)
+        planes = self._read(1, tokens)
+        mx.async_eval(*planes.values())
+        return self.state_of(0, planes)
+
     def adopt(self, arrays: Planes, tokens: int) -> None:
         """Hold one row: planes of ``tokens`` columns, which are shared and never written."""
         self._set_tokens((tokens,))
@@ -82,7 +96,24 @@ class LeftAligned(SlotCache):
 
 
 class FullCache(PlainPlanes, LeftAligned):
-    """Keys and values as they are."""
+    """Keys and values as they are. ``reads``: as in `FullOptions`."""
+
+    def __init__(self, slots: int, reads: str = "padded") -> None:
+        """Open without rows; ``slots`` are reserved at the first write."""
+        super().__init__(slots)
+        self._reads = reads
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """Return the mask of the coming forward; models ask before the append."""
+        return shared_mask(self._starts, N, window_size, return_array)
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return what the last append returned: planes, or handles where rows are better read one by one."""
+        keys, values = super().keys_and_values()
+        starts = self._starts
+        if self._reads == "padded" or starts.equal or (self._reads == "auto" and not worth(starts, self.column_bytes)):
+            return keys, values
+        return RowwiseKeyValues.pair(keys, values, starts, self._written)
 
     def storage(self) -> Hashable:
         """Describe the storage."""
@@ -90,11 +121,11 @@ class FullCache(PlainPlanes, LeftAligned):
 
     def sibling(self, slots: int) -> FullCache:
         """Return a cache like this one, without rows."""
-        return FullCache(slots)
+        return FullCache(slots, self._reads)
 
-    def extract(self, row: int) -> RowState:
-        """Return a dispatched copy of a row's ``[1, H, tokens, D]``."""
-        return RowState(layout="full", tokens=self._tokens[row], arrays=self.row_planes(row))
+    def state_of(self, row: int, planes: Planes) -> RowState:
+        """Return what is stored of a row as ``planes``, each ``[1, H, tokens, D]``."""
+        return RowState(layout="full", tokens=self._tokens[row], arrays=planes, meta={"reads": self._reads})
 
 
 @attrs.frozen
@@ -111,7 +142,12 @@ class FullLayout:
 
     def open(self, layer: LayerInfo, options: Any, *, slots: int, window: int) -> FullCache:
         """Return a cache without rows; any window can be rolled back."""
-        return FullCache(slots).sized(column_bytes(layer))
+        reads = (options or FullOptions()).reads if layer.attendable else "padded"
+        return FullCache(slots, reads).sized(column_bytes(layer))
+
+    def attends(self, layer: LayerInfo, options: Any) -> bool:
+        """Return whether attention takes handles, where rows are read one by one."""
+        return layer.attendable and (options or FullOptions()).reads != "padded"
 
     def bytes_at(self, layer: LayerInfo, options: Any, tokens: int) -> int:
         """Return the bytes of one row's planes at ``tokens``, reserve included."""
@@ -119,7 +155,7 @@ class FullLayout:
 
     def restore(self, state: RowState) -> FullCache:
         """Return a one-row cache that copies the state's arrays when it first grows, and never writes them."""
-        cache = FullCache(1)
+        cache = FullCache(1, state.meta().get("reads", "padded"))
         cache.adopt(state.arrays(), state.tokens)
         return cache
 

@@ -24,3 +24,10 @@ def causal(starts: Positions, width: int, window: int | None, as_array: bool) ->
     if window is not None:
         mask = mask & (queries < columns + window)
     return mask
+
+
+def of_row(mask: mx.array, row: int, width: int, tokens: int) -> mx.array:
+    """Return the part of a mask, broadcastable to ``[B, heads, N, S]``, that is one row's first columns."""
+    if mask.ndim == 4 and mask.shape[0] > 1:
+        mask = mask[row : row + 1]
+    return mask[..., :width, :tokens] if mask.shape[-2] > 1 else mask[..., :tokens]

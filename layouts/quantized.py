@@ -50,10 +50,6 @@ class PackedPlanes(NamedPlanes, SlotCache):
             return KeysValues.pair(planes, self.format)
         return self.format.decode(planes)
 
-    def row_planes(self, row: int) -> Planes:
-        """Return a dispatched copy of a row's planes."""
-        raise NotImplementedError
-
     def packing(self, rows: SlotCache) -> SlotCache:
         """Return the rows of a plain cache packed as they lie: every token stays in its column."""
         part = self.sibling(rows.rows)
@@ -68,9 +64,9 @@ class PackedPlanes(NamedPlanes, SlotCache):
         """Return what restores a cache like this one."""
         return {**self.format.meta(), "attends": str(int(self.attends))}
 
-    def extract(self, row: int) -> RowState:
-        """Return a dispatched copy of a row, packed as it is."""
-        return RowState(layout=NAME, tokens=self._tokens[row], arrays=self.row_planes(row), meta=self.meta())
+    def state_of(self, row: int, planes: Planes) -> RowState:
+        """Return what is stored of a row as ``planes``, packed as it is."""
+        return RowState(layout=NAME, tokens=self._tokens[row], arrays=planes, meta=self.meta())
 
 
 class QuantizedCache(LeftAligned, PackedPlanes):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
+from oarlock.layouts.masks import of_row
 from oarlock.layouts.packed import attended, multiplies
 from oarlock.layouts.pages import Pages
 from oarlock.layouts.planes import Planes
@@ -51,7 +52,7 @@ class RowReads:
         split = mx.split(queries, len(plan.rows)) if len(plan.rows) > 1 else [queries]
         for row, q in enumerate(split):
             if row not in seen:
-                own = mask if plain else _own(mask, row, plan.widths[row], plan.starts[row] + plan.widths[row])
+                own = mask if plain else of_row(mask, row, plan.widths[row], plan.starts[row] + plan.widths[row])
                 seen[row] = self._alone(row, q, scale, own if plan.widths[row] > 1 or not plain else None, sinks)
         return mx.concatenate([seen[row] for row in range(len(split))]) if len(split) > 1 else seen[0]
 
@@ -134,10 +135,3 @@ def _part(queries: mx.array, product: Product, mask: mx.array | None) -> tuple[m
     # The largest weight is exp(0) over the sum: the logarithm of the sum, without the exponentials once more.
     total = mx.max(scores, axis=-1, keepdims=True) - mx.log(mx.max(weights, axis=-1, keepdims=True))
     return total, product(weights, "values")
-
-
-def _own(mask: mx.array, row: int, width: int, tokens: int) -> mx.array:
-    """Return the part of a mask, broadcastable to [B, heads, N, S], that is one row's."""
-    if mask.ndim == 4 and mask.shape[0] > 1:
-        mask = mask[row : row + 1]
-    return mask[..., :width, :tokens] if mask.shape[-2] > 1 else mask[..., :tokens]

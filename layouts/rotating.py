@@ -176,10 +176,10 @@ class RotatingCache(PlainPlanes, RingCache):
         """Return a cache like this one, without rows."""
         return RotatingCache(slots, self.ring.pick([]))
 
-    def extract(self, row: int) -> RowState:
-        """Return a dispatched copy of a row's ``[1, H, at most window - 1, D]`` in temporal order."""
+    def state_of(self, row: int, planes: Planes) -> RowState:
+        """Return what is stored of a row as ``planes``, each ``[1, H, at most window - 1, D]`` in temporal order."""
         meta = {"window": str(self.ring.window), "keep": str(self.ring.keep)}
-        return RowState(layout="rotating", tokens=self._tokens[row], arrays=self.row_planes(row), meta=meta)
+        return RowState(layout="rotating", tokens=self._tokens[row], arrays=planes, meta=meta)
 
 
 @attrs.frozen

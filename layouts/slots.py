@@ -6,6 +6,7 @@ A join writes one slot, a leave moves at most the last row into the hole, and no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
 
@@ -54,8 +55,12 @@ class SlotCache:
         """Return a cache like this one, without rows."""
         raise NotImplementedError
 
-    def extract(self, row: int) -> RowState:
-        """Return a dispatched copy of a row."""
+    def row_planes(self, row: int) -> Planes:
+        """Return a dispatched copy of a row's planes."""
+        raise NotImplementedError
+
+    def state_of(self, row: int, planes: Planes) -> RowState:
+        """Return what is stored of a row as ``planes``."""
         raise NotImplementedError
 
     def reusable(self, tokens: int) -> int:
@@ -122,10 +127,7 @@ class SlotCache:
     @property
     def column_bytes(self) -> int:
         """Bytes of one column of one slot: as the planes have it, before there are any as `sized` said."""
-        if not self.planes:
-            return self._column
-        slots, columns = self._first.shape[::2]
-        return self.nbytes // (slots * columns)
+        return self.nbytes // math.prod(self._first.shape[::2]) if self.planes else self._column
 
     def sized(self, column_bytes: int) -> Self:
         """Know what a column of a slot will take, and return this cache."""
@@ -204,6 +206,10 @@ class SlotCache:
                     self.planes[name][new : new + 1, :, :columns] = plane[i : i + 1]
                 self._clear(slice(new, new + 1), columns)  # as in a join
         self._set_tokens(tuple(self._tokens[old] for old in indices))
+
+    def extract(self, row: int) -> RowState:
+        """Return a dispatched copy of a row, without reserve."""
+        return self.state_of(row, self.row_planes(row))
 
     def cut(self, tokens: int) -> None:
         """Let rows go back to their first ``tokens``; what stays behind them is overwritten by the next append."""

@@ -47,6 +47,18 @@ class AttendingLayout(Protocol):
 
 
 @runtime_checkable
+class SurrenderingCache(Protocol):
+    """What a cache has besides, whose only row can be stored without a copy when the cache is given up."""
+
+    def surrender(self) -> RowState:
+        """Return the state of the only row, as `BatchCache.extract` does, on the cache's own buffers: it is dropped then.
+
+        Where much of the buffers is reserve it is a copy after all, so that `RowState.nbytes` says what is held.
+        """
+        ...
+
+
+@runtime_checkable
 class ConvertingLayout(Protocol):
     """What a layout has besides, whose caches store a row in another way from some length on.
 

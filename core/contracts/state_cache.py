@@ -37,7 +37,9 @@ class StateCache(Protocol):
 
     name: str
     persists: bool
-    """Whether `persist`, `checkpoint` and `resume` do anything; requests for checkpoints are refused without."""
+    """Whether `persist` does anything."""
+    resumes: bool
+    """Whether `checkpoint` and `resume` do anything; requests for checkpoints are refused without."""
 
     def admit(self, row: Row) -> bool:
         """Reserve and return True; return False where the row fits alone but not now; raise where it never fits."""
@@ -103,6 +105,7 @@ class NullStateCache:
 
     name = "none"
     persists = False
+    resumes = False
 
     def admit(self, row: Row) -> bool:
         """Return True."""

@@ -201,7 +201,7 @@ class StateCacheContract:
         """The last one of exactly this request, in another engine as well, until it is discarded."""
         if not self.persistent:
             with self.engine(tmp_path) as engine:
-                assert engine._store.persists is False
+                assert engine._store.resumes is False
                 return
         key = {**dict.fromkeys(FIELDS, "x"), "id": "a", "prompt": "1 2 3", "request": "{}"}
         with self.engine(tmp_path) as engine:

@@ -174,9 +174,9 @@ def _check_options(source: str, output: str, *, resume: bool, overwrite: bool, a
 
 
 def _with_checkpoints(config: EngineConfig, directory: str) -> EngineConfig:
-    """Return ``config`` with checkpoints in ``directory``; prefixes are stored only where it says so itself."""
+    """Return ``config`` with checkpoints, and nothing but checkpoints, in ``directory``."""
     own = {} if config.state_cache.name != "none" else {"name": "memory", "prefix_bytes": 0}
-    return config.updated({"state_cache": {**own, "disk": directory}})
+    return config.updated({"state_cache": {**own, "checkpoints": directory}})
 
 
 def _open(source: str) -> contextlib.AbstractContextManager[IO[bytes]]:

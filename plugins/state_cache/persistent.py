@@ -1,9 +1,8 @@
-"""The state cache with a directory behind it: prefixes and checkpoints that outlive the process."""
+"""The state cache with directories behind it: prefixes and checkpoints that outlive the process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from oarlock.core.contracts.composition import BoundLayer
@@ -18,23 +17,26 @@ from oarlock.plugins.state_cache.shelf import Shelf
 class PersistentCache(PrefixCache):
     """Entries are written as they come, read where they cover more than memory does, and kept in memory then.
 
-    Without room in memory no prefix is stored anywhere: what is on disk are checkpoints.
+    Without room in memory no prefix is stored anywhere.
     """
 
-    persists = True
+    resumes = True
 
-    def __init__(self, layers: Sequence[BoundLayer], limit: int, path: Path, disk_limit: int) -> None:
-        """Keep up to ``limit`` bytes in memory and ``disk_limit`` in the directory ``path``, which is made."""
+    def __init__(
+        self, layers: Sequence[BoundLayer], limit: int, disk: Directory | None, checkpoints: Directory | None
+    ) -> None:
+        """Keep up to ``limit`` bytes in memory, prefixes in ``disk`` as well; one of the directories may be None."""
         super().__init__(layers, limit)
-        self._directory = Directory(path, disk_limit)
-        self._shelf = Shelf(self._directory, layers)
-        self._checkpoints = Checkpoints(self._directory)
+        self._directories = [each for each in dict.fromkeys((disk, checkpoints)) if each is not None]
+        self._shelf = Shelf(disk, layers) if disk is not None and limit else None
+        self._checkpoints = Checkpoints(checkpoints or self._directories[0])
+        self.persists = self._shelf is not None
         self._counts["disk_hits"] = 0
 
     def lookup(self, key: Mapping[str, str], tokens: Sequence[int]) -> tuple[int, Sequence[RowState]] | None:
         """Return the longest prefix in memory, or on disk where that one is longer."""
         length, states = self.find(key, tokens)
-        read = self._shelf.longer(key, tokens, length) if self._limit else None
+        read = self._shelf.longer(key, tokens, length) if self._shelf is not None else None
         if read is not None:
             length, stored = read
             states = stored.states
@@ -44,7 +46,8 @@ class PersistentCache(PrefixCache):
 
     def persist(self, key: Mapping[str, str], tokens: Sequence[int], states: Sequence[RowState]) -> None:
         """Write states, after this returns."""
-        self._shelf.put(key, tokens, states)
+        if self._shelf is not None:
+            self._shelf.put(key, tokens, states)
 
     def checkpoint(self, key: Mapping[str, str], checkpoint: Checkpoint) -> None:
         """Write how far a request is, after this returns."""
@@ -60,8 +63,9 @@ class PersistentCache(PrefixCache):
 
     def close(self) -> None:
         """Write what waits."""
-        self._directory.close()
+        for each in self._directories:
+            each.close()
 
     def stats(self) -> Mapping[str, Any]:
         """Return counts, entries and bytes."""
-        return {**super().stats(), "written": self._directory.written}
+        return {**super().stats(), "written": sum(each.written for each in self._directories)}

@@ -16,7 +16,7 @@ ORDER = (
     | {"preparing", "compiled", "states", "checkpoints", "guarded"},
     {"rebuild", "relief"},
     {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "finding", "intake"}
-    | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice"},
+    | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice", "device"},
     {"engine"},
     {"aio"},
 )

@@ -12,7 +12,7 @@ def soak(load):
 
 def run(soak, layout="full"):
     ticks = itertools.count()
-    return soak.run(soak.models.tiny(), 40, 160, {"full": layout}, clock=lambda: float(next(ticks)))
+    return soak.run(soak.models.tiny(), 40, 160, {"full": layout}, "64KiB", clock=lambda: float(next(ticks)))
 
 
 @pytest.mark.parametrize("layout", ["full", "paged"])

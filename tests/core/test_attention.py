@@ -207,7 +207,8 @@ def test_keys_decide_and_the_cache_does_not(calls):
 
 def test_an_engine_swaps_where_a_layout_attends_and_nowhere_else(tiny, calls):
     """From its making until it is closed, by whichever thread."""
-    with Engine(tiny, config={"scheduler": {"mixed": False}}):
+    padded = {"full": {"name": "full", "reads": "padded"}}
+    with Engine(tiny, config={"scheduler": {"mixed": False}, "layouts": padded}):
         assert untouched(tiny)
     with engine(tiny) as one:
         assert not untouched(tiny)

@@ -40,17 +40,17 @@ def test_nothing_given_is_the_documented_defaults():
         "prefill_batch_tokens": 2048,
         "tail_split": True,
         "early_first_token": True,
-        "pipeline": True,
+        "pipeline": "auto",
         "vectorised_sampling": True,
         "compiled": "auto",
         "mixed": "auto",
-        "mixed_token_budget": 256,
+        "mixed_token_budget": "auto",
         "kv_budget": None,
         "overcommit": 1.0,
         "max_recoveries": 8,
         "verify": True,
     }
-    assert (config.model.dtype, config.method.name, config.state_cache.name) == ("auto", "plain", "none")
+    assert (config.model.dtype, config.method.name, config.state_cache.name) == ("auto", "plain", "memory")
     assert config.plugins.disable == config.plugins.enable == config.plugins.require == ()
 
 

@@ -58,7 +58,7 @@ def plugin(cache_type, opened):
 def check_lone(model, cache_type, **settings):
     """From prefill to the end, the same three caches, and the same arrays where no token was appended."""
     opened = []
-    config = {"scheduler": {"verify": False, **settings}, "layouts": {"full": "told"}}
+    config = {"scheduler": {"verify": False, **settings}, "layouts": {"full": "told"}, "state_cache": {"name": "none"}}
     with Engine(model, config=config, plugins=[plugin(cache_type, opened)]) as engine:
         handle = engine.submit(Request(prompt_ids=list(range(40)), max_tokens=6))
         while not engine.stats()["active_rows"]:

@@ -195,7 +195,7 @@ class Bench:
 
     def engine(self, model, tokenizer=None, plugins=(), positions=None, layouts=None, state_cache=None, **scheduler):
         """An engine with these settings of the scheduler, closed at the end of the test."""
-        config = {"layouts": layouts or {}, "state_cache": state_cache or {}, "scheduler": scheduler}
+        config = {"layouts": layouts or {}, "state_cache": state_cache or {"name": "none"}, "scheduler": scheduler}
         made = Engine(model, tokenizer, config=config, plugins=plugins, positions=positions)
         return self._stack.enter_context(made)
 

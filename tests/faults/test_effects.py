@@ -193,7 +193,8 @@ CHANGES = {
     "plugins.enable": ["log"],
     "plugins.require": ["oarlock>=99"],
 }
-ELSEWHERE = {"scheduler.overcommit", "state_cache.prefix_bytes", "state_cache.disk", "state_cache.disk_bytes"}
+ELSEWHERE = {f"state_cache.{key}" for key in ("prefix_bytes", "disk", "disk_bytes", "checkpoints")}
+ELSEWHERE |= {"scheduler.overcommit"}
 """Their effects need more than these requests: tests/core/test_budget.py, tests/plugins/state_cache."""
 BESIDE = {
     "scheduler.max_recoveries": {"method": {"name": "other"}},

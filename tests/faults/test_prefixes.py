@@ -353,7 +353,7 @@ def test_cancelled_rows_leave_nothing_wrong(bench, key):
 def test_twin_tokens_that_were_fed_and_not_recorded_are_noticed(bench, planted, monkeypatch):
     """The state of a cancelled row is stored under its prompt."""
 
-    def take(self, caches, place, row, tokens):
+    def take(self, caches, place, row, tokens, *, last=False):
         found = [cache.extract(place) for cache in caches]
         kept = [RowState(layout=s.layout, tokens=row.prompt_tokens, arrays=s.arrays(), meta=s.meta()) for s in found]
         self.hold(row, row.prompt_ids, kept)

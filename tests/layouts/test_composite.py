@@ -92,7 +92,7 @@ def test_a_row_is_stored_under_the_names_of_its_parts_and_restored_by_their_layo
     state = cache.extract(0)
     assert state.layout == "composite"
     assert set(state.arrays()) == {"0.state0", "1.keys", "1.values"}
-    assert state.meta() == {"0.slots": "1", "0.layout": "recurrent", "1.layout": "full"}
+    assert state.meta() == {"0.slots": "1", "0.layout": "recurrent", "1.layout": "full", "1.reads": "padded"}
     back = LAYOUT.restore(state)
     assert back.tokens == (3,)
     assert contents(back, 0) == contents(cache, 0)

@@ -11,6 +11,14 @@ class TestFull(LayoutContract):
     layout = "full"
 
 
+@pytest.mark.long
+class TestFullRowByRow(LayoutContract):
+    """Where the padding is too little to be worth it as well."""
+
+    layout = "full"
+    options: ClassVar = {"reads": "rows"}
+
+
 class TestRotating(LayoutContract):
     layout = "rotating"
 

@@ -18,7 +18,7 @@ LENGTHS = (30, 9, 17)
 
 
 def engine(model, directory="", layouts=(), **scheduler):
-    stored = {"name": "memory", "prefix_bytes": 0, "disk": str(directory)} if directory else {}
+    stored = {"name": "memory", "prefix_bytes": 0, "checkpoints": str(directory)} if directory else {}
     settings = {"prefill_chunk": 8, "verify": model.model_type == "llama4", **scheduler}
     config = {"state_cache": stored, "layouts": dict(layouts), "scheduler": settings}
     return Engine(model, config=config, identity="weights")
@@ -45,7 +45,8 @@ def requests(**changes):
 
 def written(opened):
     """Wait for the disk."""
-    opened._store._store._directory.flush()
+    for each in opened._store._store._directories:
+        each.flush()
 
 
 def left(opened, asked, steps):
@@ -232,6 +233,23 @@ def test_it_goes_with_everything_else(scheduler, tmp_path):
         got = second.generate(requests()[:2])
         want = cold.generate([attr_free(request) for request in requests()[:2]])
     assert [each.token_ids for each in got] == [each.token_ids for each in want]
+
+
+def test_checkpoints_have_a_directory_of_their_own_where_one_is_named(tmp_path):
+    """Prefixes are in the other one, and both are found again."""
+    names = {"disk": str(tmp_path / "prefixes"), "checkpoints": str(tmp_path / "checkpoints")}
+    config = {"state_cache": {**names, "publish_min_tokens": 4}, "scheduler": {"prefill_chunk": 8}}
+    model = models.build("tiny-full")
+    with Engine(model, config=config, identity="weights") as first:
+        first.generate([attr_free(requests()[0])])
+        left(first, requests(), 20)
+    assert files(tmp_path / "prefixes")
+    assert len(files(tmp_path / "checkpoints")) == 3
+    with Engine(model, config=config, identity="weights") as second, engine(model) as cold:
+        got = [result.token_ids for result in second.generate(requests())]
+        assert got[0] == cold.generate([attr_free(requests()[0])])[0].token_ids
+        assert second.stats()["state_cache"]["written"] > 0
+    assert files(tmp_path / "checkpoints") == []
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):

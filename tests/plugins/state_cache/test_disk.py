@@ -186,9 +186,9 @@ def test_two_processes_share_a_directory(tmp_path):
     with engine(model, tmp_path) as one, engine(model, tmp_path) as two:
         assert ask(two, PROMPT[:9]).usage.cached_tokens == 0
         answer = ask(one, PROMPT)
-        one._store._store._directory.flush()
+        one._store._store._directories[0].flush()
         assert ask(two, [*PROMPT, *answer.token_ids, 1]).usage.cached_tokens >= len(PROMPT)
-        two._store._store._directory.flush()
+        two._store._store._directories[0].flush()
         for path in files(tmp_path):
             path.unlink()
         assert ask(two, [*PROMPT[:30], 4, 4]).usage.cached_tokens == 30
@@ -203,7 +203,7 @@ def test_bytes_on_disk_stay_below_their_limit(tmp_path):
     with engine(model, tmp_path, disk_bytes=3 * size) as opened:
         for first in range(8):
             ask(opened, [first, *PROMPT[1:]])
-            opened._store._store._directory.flush()
+            opened._store._store._directories[0].flush()
             assert sum(path.stat().st_size for path in files(tmp_path)) <= 3 * size
     assert len(files(tmp_path)) == 3
 
@@ -219,7 +219,7 @@ def test_a_disk_that_refuses_costs_nothing_but_the_entry(tmp_path, monkeypatch):
     with engine(model, tmp_path) as opened:
         monkeypatch.setattr("oarlock.plugins.state_cache.disk.os.fsync", lambda _: full(None, b""))
         wanted = ask(opened, PROMPT)
-        opened._store._store._directory.flush()
+        opened._store._store._directories[0].flush()
         again = ask(opened, PROMPT)
         assert again.token_ids == wanted.token_ids
         assert again.usage.cached_tokens > 0
@@ -232,7 +232,7 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
     model, place = models.build("tiny-full"), tmp_path / "there"
     with engine(model, place) as opened:
         wanted = ask(opened, PROMPT)
-        opened._store._store._directory.flush()
+        opened._store._store._directories[0].flush()
         for path in place.iterdir():
             path.unlink()
         place.rmdir()
