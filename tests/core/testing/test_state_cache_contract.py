@@ -5,6 +5,7 @@ import pytest
 
 from oarlock.core.contracts.layout import RowState
 from oarlock.core.testing.state_caches import StateCacheContract
+from oarlock.plugins.state_cache.disk import Directory
 from oarlock.plugins.state_cache.persistent import PersistentCache
 from oarlock.plugins.state_cache.prefixes import PrefixCache
 
@@ -158,8 +159,8 @@ def test_a_fault_is_found(twin, tmp_path):
         name = "faulty"
 
         def open(self, bound):
-            disk = bound.config.state_cache.disk
-            return twin(bound.layers, 2**24, tmp_path / "kept", 2**30) if disk else twin(bound.layers, 2**24)
+            kept = Directory(tmp_path / "kept", 2**30) if bound.config.state_cache.disk else None
+            return twin(bound.layers, 2**24, kept, kept) if kept else twin(bound.layers, 2**24)
 
     class Faulty(StateCacheContract):
         state_cache = Factory()
