@@ -76,7 +76,7 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet -e '.[$(RUN_EXTRAS),dev]'
+	$(BIN)/python -m pip install --quiet -e '.[$(RUN_EXTRAS),grammar,dev]'
 	@touch $@
 
 clean:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -150,15 +151,15 @@ class AsyncEngine:
         """Queue a request; raises at once what `Engine.submit` raises."""
         if request.on_token is not None and inspect.iscoroutinefunction(request.on_token):
             mailbox = Mailbox(asyncio.get_running_loop(), self._consumer_timeout)
-            handle = self._submit(attrs.evolve(request, on_token=None), mailbox)
+            handle = await self._submit(attrs.evolve(request, on_token=None), mailbox)
             pump = asyncio.create_task(_pump(mailbox, request.on_token, handle))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
             handle._pump = pump
             return handle
-        return self._submit(request, None)
+        return await self._submit(request, None)
 
-    def _submit(self, request: Request, mailbox: Mailbox | None) -> AsyncHandle:
+    async def _submit(self, request: Request, mailbox: Mailbox | None) -> AsyncHandle:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -167,8 +168,8 @@ class AsyncEngine:
                 mailbox.end(error)
             loop.call_soon_threadsafe(_resolve, ended)
 
-        handle = self._engine.submit(request, events=mailbox.put if mailbox is not None else None, ended=end)
-        return AsyncHandle(handle, ended)
+        submit = partial(self._engine.submit, request, events=mailbox.put if mailbox is not None else None, ended=end)
+        return AsyncHandle(submit() if request.constraint is None else await _apart(submit), ended)
 
     async def generate(self, requests: Sequence[Request], *, return_errors: bool = False) -> list[Any]:
         """Run requests to their end and return their results in the order given; see `Engine.generate`."""
@@ -193,7 +194,7 @@ class AsyncEngine:
         try:
             while waiting or running:
                 while waiting and running < self._engine.bound.config.scheduler.max_queued:
-                    handles.append(self._submit(waiting.popleft(), mailbox))
+                    handles.append(await self._submit(waiting.popleft(), mailbox))
                     running += 1
                 item = await mailbox.take()
                 if isinstance(item, TokenEvent):
@@ -254,6 +255,22 @@ def _shut(engine: Engine, thread: threading.Thread) -> None:
     """Close the engine and wait for its thread; also when the process ends without a close."""
     engine.close()
     thread.join()
+
+
+async def _apart(submit: Callable[[], Handle]) -> Handle:
+    """Submit on another thread: compiling a constraint can take a second, in which nobody on the loop would get a token."""
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        return await asyncio.shield(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(_drop)
+        raise
+
+
+def _drop(submitting: asyncio.Future[Handle]) -> None:
+    """Cancel a request whose submitter is gone."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

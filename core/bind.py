@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -11,22 +13,26 @@ from oarlock.core import layers as reading
 from oarlock.core.adapters import Adapters
 from oarlock.core.attention import Swap
 from oarlock.core.choices import evolved, parse_options
+from oarlock.core.companion import Companion
 from oarlock.core.compiling import Compiling
 from oarlock.core.compiling import decide as decide_compiled
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.composition import APART, BoundLayer, described, longest_append, stops_of
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
-from oarlock.core.contracts.method import GroupedMethod, MethodHost
+from oarlock.core.contracts.method import CheckedMethod, GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
-from oarlock.core.contracts.sampler import Sampler
+from oarlock.core.contracts.proposer import ProposerRows
+from oarlock.core.contracts.sampler import Processor, Sampler
 from oarlock.core.contracts.state_cache import NullStateCache, StateCache
 from oarlock.core.device import settled
-from oarlock.core.errors import LayoutRefused
+from oarlock.core.errors import LayoutRefused, ProposerRefused
 from oarlock.core.head import Trimmed
 from oarlock.core.layout_choice import bind_layer, check_columns, geometry, own_layout
 from oarlock.core.manager import PluginSet
 from oarlock.core.mixing import Mixing, decide
+from oarlock.core.models import load_model
 from oarlock.core.probe import Verdict, probe
+from oarlock.core.processing import in_order
 from oarlock.core.sampling import specialised_first
 
 
@@ -47,17 +53,20 @@ class BoundModel:
     plugins: PluginSet
     layers: tuple[BoundLayer, ...]
     samplers: tuple[Sampler, ...]
+    processors: tuple[Processor, ...]
     policy: Policy
     method: str
     method_reason: str
     adapters: Adapters
     vocabulary: int
     positions: int | None
+    tokenizer: Any = None
     verdict: Verdict = attrs.field(factory=Verdict)
     mixing: Mixing = attrs.field(factory=Mixing)
     compiling: Compiling = attrs.field(factory=Compiling)
     stops: tuple[int, ...] = attrs.field(init=False)
     stored: str = attrs.field(init=False)
+    companions: dict[str, Companion] = attrs.field(factory=dict, repr=False)
 
     @stops.default
     def _stops(self) -> tuple[int, ...]:
@@ -97,9 +106,46 @@ class BoundModel:
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
+        method, options = self._method(name)
+        return method.open(host, options)  # type: ignore[no-any-return]
+
+    def check_method(self) -> None:
+        """Raise what opening the engine's method would raise of its options."""
+        method, options = self._method(self.method)
+        if isinstance(method, CheckedMethod):
+            method.check(self, options)
+
+    def _method(self, name: str) -> tuple[Any, Any]:
         method = self.plugins.resolve("method", name)
         given = self.config.method.options if name == self.config.method.name else {}
-        return method.open(host, parse_options(method.options, given, "method"))  # type: ignore[no-any-return]
+        return method, parse_options(method.options, given, "method")
+
+    def proposer(self, name: str, given: Mapping[str, Any]) -> Callable[[], ProposerRows]:
+        """Return what opens a registered proposer. Raises `errors.ProposerRefused`, and what its name or options raise."""
+        found = self.plugins.resolve("proposer", name)
+        options = parse_options(found.options, given, "method.proposer")
+        reason = found.refuses(self, options)
+        if reason is not None:
+            raise ProposerRefused(name, self.model_type, reason)
+        return functools.partial(found.open, self, options)
+
+    def companion(self, source: str) -> Companion:
+        """Return a second model, loaded and bound when it is first asked for. Raises what loading and binding raise."""
+        if source not in self.companions:
+            loaded = load_model(source, self.config, self.plugins)
+            alone = attrs.evolve(self.config.scheduler, mixed=False, compiled=False)
+            config = EngineConfig(model=self.config.model, scheduler=alone)
+            bound = bind(
+                loaded.model,
+                config,
+                self.plugins,
+                model_type=loaded.model_type,
+                identity=loaded.identity,
+                positions=loaded.positions,
+                tokenizer=loaded.tokenizer,
+            )
+            self.companions[source] = Companion(bound)
+        return self.companions[source]
 
     def open_state_cache(self) -> StateCache:
         """Open the configured state cache, or the one that keeps nothing."""
@@ -140,6 +186,13 @@ class BoundModel:
                 "detail": "",
                 "reason": "all that are registered, the specialised first; rows take the first that handles them",
             },
+            {
+                "part": "processors",
+                "kind": "",
+                "choice": ", ".join(p.name for p in self.processors) or "none",
+                "detail": "",
+                "reason": "all that are registered, by name; rows that ask for none pass by",
+            },
             {"part": "policy", "kind": "", "choice": policy.name, "detail": detail, "reason": f"config {policy.key}"},
             {
                 "part": "prefill",
@@ -168,6 +221,7 @@ def bind(
     model_type: str = "",
     identity: str = "",
     positions: int | None = None,
+    tokenizer: Any = None,
 ) -> BoundModel:
     """Compose ``model`` with what the config and the plugins choose, then freeze the registries.
 
@@ -189,12 +243,14 @@ def bind(
         plugins=plugins,
         layers=tuple(bind_layer(info, model, config, plugins) for info in facts.layers),
         samplers=specialised_first(plugins.registries.samplers),
+        processors=in_order(plugins.registries.processors),
         policy=evolved(plugins.resolve("policy", policy.name), policy.options, policy.key),
         method=method,
         method_reason=method_reason,
         adapters=Adapters(model, config.adapters.named, plugins),
         vocabulary=facts.vocabulary,
         positions=positions,
+        tokenizer=tokenizer,
     )
     check_columns(bound.layers)
     reading.evaluate(model)
@@ -203,7 +259,9 @@ def bind(
     plugins.registries.freeze()
     with contextlib.closing(bound.swap()):
         bound = probe(bound) if config.scheduler.verify else bound
-        return attrs.evolve(bound, mixing=decide(bound), compiling=decide_compiled(bound))
+        bound = attrs.evolve(bound, mixing=decide(bound), compiling=decide_compiled(bound))
+        bound.check_method()
+        return bound
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:

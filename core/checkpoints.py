@@ -21,7 +21,7 @@ from oarlock.core.states import extract, owned, state_key
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
 
-DECIDE = ("min_tokens", "stop", "include_stop", "constraint")
+DECIDE = ("min_tokens", "stop", "stop_sequences", "include_stop", "constraint")
 """Fields of a request, beside its sampling and what a row resolves, that decide its tokens."""
 
 

@@ -199,8 +199,10 @@ def _change(name: str, section: Any, given: Any) -> Any:
     """Return ``section`` with the keys ``given`` in the shape of the file."""
     given = parse_table(name, given)
     if name == "method":
+        chosen = given.get("name", section.name)
+        before = section.options if chosen == section.name else {}
         options = {key: value for key, value in given.items() if key != "name"}
-        return MethodConfig(name=given.get("name", section.name), options=options)
+        return MethodConfig(name=chosen, options={**before, **options})
     if name == "layouts":
         kinds = {kind: choice for kind, choice in given.items() if kind != "layers"}
         layers = _layers("layouts.layers", given.get("layers", {}))

@@ -11,12 +11,14 @@ from types import FrameType
 import attrs
 import structlog
 
+from oarlock.core.constraints import follow
 from oarlock.core.contracts.method import Drawn
 from oarlock.core.contracts.state_cache import Checkpoint
 from oarlock.core.errors import NonFiniteLogits, RowError
 from oarlock.core.observe import Observers
 from oarlock.core.result import FinishReason, TokenEvent
 from oarlock.core.row import Row
+from oarlock.core.stops import StopSequences
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +44,10 @@ class Emitter:
             return self.finish(row, FinishReason.CANCELLED)
         if not drawn.finite:
             return self._poison(row, NonFiniteLogits(row.id, row.prompt_tokens + row.generated - 1))
+        if (refused := follow(row, drawn)) is not None:
+            return self._poison(row, refused)
         row.generated += 1  # before anything is delivered: EOS and the stopping token count
+        row.forced += drawn.forced
         if row.generated == 1:
             self._first(row)
         if drawn.token in row.stop_ids:
@@ -51,7 +56,7 @@ class Emitter:
             stopped = self._deliver(row, drawn)
         except Exception as error:  # noqa: BLE001 - a consumer may raise anything; it costs its own row
             return self._poison(row, error)
-        if stopped:
+        if stopped or (row.matcher is not None and row.matcher.satisfied(len(row.token_ids))):
             return self.finish(row, FinishReason.STOP)
         if row.generated >= row.max_tokens:
             return self.finish(row, FinishReason.LENGTH)
@@ -77,6 +82,8 @@ class Emitter:
             self._heed(row)
         now = self.clock()
         try:
+            if row.error is None and row.sequences is not None:
+                self._let_out(row, row.sequences)
             tail = row.text.finish() if row.text is not None and row.error is None else ""
         except Exception as error:  # noqa: BLE001 - a tokenizer that cannot decode costs its own row
             self._poison(row, error)
@@ -125,14 +132,40 @@ class Emitter:
         self.observers.notify("request_first_token", request=row.request, elapsed=elapsed)
 
     def _deliver(self, row: Row, drawn: Drawn) -> bool:
-        """Hand the token to its consumers; True where it ends the row."""
+        """Add the token to the row and hand it to its consumers, or hold it back; True where it ends the row."""
         row.token_ids.append(drawn.token)
         if drawn.logprob is not None:
             row.logprobs.append(drawn.logprob)
-        text = row.text.push(drawn.token) if row.text is not None else ""
         self.delivered += 1
+        if row.sequences is None:
+            return self._show(row, drawn, len(row.token_ids) - 1)
+        found = row.sequences.push(drawn)
+        if found and not row.request.include_stop:
+            row.cut(found)
+        return self._release(row, row.sequences) or found > 0
+
+    def _release(self, row: Row, sequences: StopSequences) -> bool:
+        """Hand over what is not held back any more; True where that ends the row, and what is behind it is taken back."""
+        first = sequences.released
+        for index, freed in enumerate(sequences.free(), start=first):
+            if self._show(row, freed, index):
+                row.truncate(index + 1)
+                return True
+        return False
+
+    def _let_out(self, row: Row, sequences: StopSequences) -> None:
+        """Hand over what a row that is over held back; a cancelled one keeps what was handed over before."""
+        if row.reason is FinishReason.CANCELLED:
+            row.truncate(sequences.released)
+            return
+        sequences.end()
+        if self._release(row, sequences):
+            row.reason = FinishReason.STOP
+
+    def _show(self, row: Row, drawn: Drawn, index: int) -> bool:
+        """Hand a token to its consumers; True where one of them, or the text, ends the row with it."""
+        text = row.text.push(drawn.token) if row.text is not None else ""
         if row.watched:
-            index = len(row.token_ids) - 1
             event = TokenEvent(request_id=row.id, index=index, token=drawn.token, text=text, logprob=drawn.logprob)
             row.publish(event)
             if row.request.on_token is not None and _refuses(row, row.request.on_token(event)):

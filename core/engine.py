@@ -87,7 +87,7 @@ class Engine:
         **facts: Any,
     ) -> None:
         self.tokenizer = tokenizer
-        self.bound: BoundModel = bind(model, settings, found, **facts)
+        self.bound: BoundModel = bind(model, settings, found, tokenizer=tokenizer, **facts)
         self._observers = Observers(found.manager)
         self._store = SafeStateCache(self.bound.open_state_cache())
         self._driver = Driver(self.bound, self._store, self._observers, time.monotonic, lock)

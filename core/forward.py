@@ -76,7 +76,8 @@ def _by_part(
             logits.append(bound.model(lines, cache=[cache.parts[index].cache for cache in caches], **given))
         order += part.places
     back = sorted(range(len(order)), key=order.__getitem__)
-    return mx.concatenate(logits)[mx.array(back, dtype=mx.int32)] if back != order or len(logits) > 1 else logits[0]
+    scores = mx.concatenate(logits) if len(logits) > 1 else logits[0]
+    return scores[mx.array(back, dtype=mx.int32)] if back != list(range(len(order))) else scores
 
 
 def settle(
@@ -92,6 +93,7 @@ def settle(
     Layers that cannot rewind (recurrent) drop a row that was cut in the middle; its accepted tokens are then
     forwarded again: once for models that honour ``lengths``, else once per distinct count, since padding spoils
     the states of those models. For the same reason they keep no row that was padded. ``rows`` as in `forward`.
+    Raises what that second forward raises: then some rows have been closed and others not, so it cannot be repeated.
     """
     window = max(widths, default=0)
     sound = [bound.honours_lengths or width in (0, window) for width in widths]
@@ -106,6 +108,9 @@ def settle(
     counts = [left] if bound.honours_lengths else [[n if n == count else 0 for n in left] for count in {*left} - {0}]
     for again in counts:
         if any(again):
-            forward(bound, caches, ids[:, : max(again)], again, rows)
+            try:
+                forward(bound, caches, ids[:, : max(again)], again, rows)
+            except ForwardFailed as failed:
+                raise failed.cause from None
             for cache in caches:
                 cache.commit(again)

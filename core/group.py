@@ -16,6 +16,7 @@ from oarlock.core.budget import Holding
 from oarlock.core.compaction import compacted
 from oarlock.core.compiled import CompiledRows
 from oarlock.core.config import EngineConfig
+from oarlock.core.constraints import MAX_FORCED, ReadsFirst
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
 from oarlock.core.contracts.state_cache import StateCache
@@ -28,6 +29,7 @@ from oarlock.core.recovery import Recovery
 from oarlock.core.result import FinishReason
 from oarlock.core.row import Row
 from oarlock.core.sampling import PendingDraw, SamplerGroup
+from oarlock.core.windows import Windows
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -37,7 +39,7 @@ CLEAR_EVERY = 256
 """Decode advances between two clearings of the allocator's pool."""
 
 
-class ExecutionGroup:
+class ExecutionGroup(ReadsFirst, Windows):
     """Running rows of one compatibility key, their method, and the step that advances them.
 
     Implements `contracts.method.MethodHost`.
@@ -46,8 +48,7 @@ class ExecutionGroup:
     def __init__(
         self, bound: BoundModel, store: StateCache, emitter: Emitter, released: Callable[[Row, bool], None]
     ) -> None:
-        self.bound = bound
-        self.emitter = emitter
+        self.bound, self.emitter = bound, emitter
         self.recovery = Recovery(bound)
         self.compiled = CompiledRows(bound, self.recovery)
         self.log = StepLog()
@@ -57,7 +58,7 @@ class ExecutionGroup:
         self._rows: list[Row] = []
         self._method: GroupedMethod | None = None
         self._method_name = ""
-        self._samplers = SamplerGroup(bound.samplers, bound.config.scheduler.vectorised_sampling)
+        self._samplers = SamplerGroup(bound.samplers, bound.config.scheduler.vectorised_sampling, bound.processors)
         self._advances = 0
 
     # --- what a method is lent ---------------------------------------------------------------------------
@@ -169,6 +170,9 @@ class ExecutionGroup:
         self.flush()
         self._method.join(row, caches, first)
         self._rows.append(row)
+        if first is not None:
+            self._samplers.set_rows(self._rows)
+            self._samplers.push(first)
         self.log.joined += 1
 
     def flush(self) -> None:
@@ -224,7 +228,7 @@ class ExecutionGroup:
         if not caches or not self._rows:
             return Holding()
         assert self._method is not None
-        ahead = max(1, (self._method.running_tokens or 0) // len(self._rows))
+        ahead = max(1, (self._method.running_tokens or 0) // len(self._rows)) + (MAX_FORCED if self.constrained else 0)
         return Holding(caches, self._rows, [tokens + ahead for tokens in caches[0].tokens])
 
     def evict(self, row: Row) -> bool:
@@ -289,8 +293,7 @@ class ExecutionGroup:
         self._method.keep(indices, discard=discard)
         self.log.left += len(self._rows) - len(indices)
         self._rows = [self._rows[i] for i in indices]
-        if not self._rows:
-            self._samplers.set_rows(())
+        self._samplers.keep(self._rows)
 
     def _conclude(self, row: Row) -> None:
         if self.emitter.conclude(row):

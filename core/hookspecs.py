@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from oarlock.core.contracts.constraint import ConstraintFactory
     from oarlock.core.contracts.layout import CacheLayout, LayerInfo
     from oarlock.core.contracts.loader import Loader
-    from oarlock.core.contracts.method import Method, Proposer
+    from oarlock.core.contracts.method import Method
+    from oarlock.core.contracts.proposer import Proposer
     from oarlock.core.contracts.sampler import Processor, Sampler
     from oarlock.core.contracts.state_cache import StateCacheFactory
     from oarlock.core.request import Request

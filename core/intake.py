@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from oarlock.core import inputs
 from oarlock.core.admission import GroupKey
+from oarlock.core.constraints import open_matcher
 from oarlock.core.contracts.loader import Tokenizer
+from oarlock.core.contracts.sampler import Extending, Sampler
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.errors import (
     EmptyPrompt,
@@ -17,11 +19,13 @@ from oarlock.core.errors import (
     NoTokenizer,
     PromptTooLong,
     TokenOutOfRange,
+    UnknownRequestKey,
     UnsupportedFeature,
 )
 from oarlock.core.request import Request, SamplingParams
 from oarlock.core.row import Row
 from oarlock.core.sampling import choose
+from oarlock.core.stops import StopSequences
 from oarlock.core.text import TextStream
 
 if TYPE_CHECKING:
@@ -41,7 +45,11 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
     ids = _prompt_ids(request, tokenizer)
     _check_ids(ids, "prompt_ids", bound.vocabulary)
     _check_ids(request.stop_token_ids, "stop_token_ids", bound.vocabulary)
+    for sequence in request.stop_sequences:
+        _check_ids(sequence, "stop_sequences", bound.vocabulary)
     _check_ids(sorted(request.sampling.logit_bias or ()), "logit_bias", bound.vocabulary)
+    stop, include, least = request.stop, request.include_stop, request.min_tokens
+    sequences = StopSequences(request.stop_sequences, include=include, min_tokens=least)
     eos = frozenset() if request.ignore_eos or tokenizer is None else frozenset(tokenizer.eos_token_ids)
     seed = request.sampling.seed
     return Row(
@@ -56,27 +64,51 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
             adapter=bound.adapters.group(request.adapter or ""),
             decode_state=request.inputs.argument if request.inputs is not None else "",
         ),
-        text=TextStream(tokenizer.decode, request.stop, request.include_stop) if tokenizer is not None else None,
+        # Compiled here: what cannot be is refused like any other field, and no running row waits for it.
+        matcher=open_matcher(request, request.id or name, bound.plugins, tokenizer),
+        text=TextStream(tokenizer.decode, stop, include, least) if tokenizer is not None else None,
+        sequences=sequences if request.stop_sequences else None,
     )
 
 
-def _check_features(request: Request, bound: BoundModel) -> None:
-    """Refuse what nothing here does; nothing is ignored.
+OF_PROCESSORS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+"""Fields of `SamplingParams` that processors apply."""
 
-    Processors and constraints may be registered, but nothing applies them yet: their fields are refused all the same.
-    """
+
+def _check_features(request: Request, bound: BoundModel) -> None:
+    """Refuse what nothing here does; nothing is ignored."""
     if request.method is not None:
         bound.plugins.resolve("method", request.method)
     sampling, plain = request.sampling, SamplingParams()
-    of_processors = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra")
-    changed = [name for name in of_processors if getattr(sampling, name) != getattr(plain, name)]
-    changed += ["constraint"] if request.constraint is not None else []
-    changed += ["min_tokens"] if request.min_tokens else []
-    if changed:
-        raise UnsupportedFeature(changed[0], "this version of oarlock cannot do it")
-    choose(bound.samplers, sampling)
+    asked = [name for name in OF_PROCESSORS if getattr(sampling, name) != getattr(plain, name)]
+    asked += ["min_tokens"] if request.min_tokens else []
+    applied = {field for processor in bound.processors for field in processor.fields}
+    for name in asked:
+        if name not in applied:
+            raise UnsupportedFeature(name, "no registered processor applies it")
+    sampler = choose(bound.samplers, sampling)
+    if sampling.extra:
+        _check_extra(sampling, sampler, bound)
     if request.inputs is not None:
         inputs.check(request, bound)
+
+
+def _check_extra(sampling: SamplingParams, sampler: Sampler, bound: BoundModel) -> None:
+    """Refuse keys that nothing reads, those that the row's own ``sampler`` does not, and values that cannot be."""
+    readers = [each for each in (*bound.processors, *bound.samplers) if isinstance(each, Extending)]
+    known = {key for each in readers for key in each.extra}
+    still = sampling.greedy and sampler.is_argmax_invariant
+    idle = {id(each) for each in bound.samplers if each is not sampler and not (still and each.is_argmax_invariant)}
+    read = {key for each in readers if id(each) not in idle for key in each.extra}
+    for key in sampling.extra:
+        if key not in known:
+            raise UnknownRequestKey(str(key), known)
+        if key not in read:
+            reason = f"sampler {sampler.name!r}, which draws rows with these parameters, does not read it"
+            raise UnsupportedFeature(key, reason)
+    for each in readers:
+        if not each.extra.isdisjoint(sampling.extra):
+            each.check(sampling, bound.vocabulary)
 
 
 def check_checkpoints(request: Request, bound: BoundModel, store: StateCache) -> None:

@@ -68,7 +68,7 @@ class PrefillCohort:
         with shared([row], "cache.lookup_restore", len(ids)):
             position, restored = restore(self._states.store, self._bound, row, ids, own)
         with shared([row], "prefill.batch_setup", position):
-            self._caches = add_row(self._bound, self._caches, len(self._preparing), restored)
+            self._caches = add_row(self._bound, self._caches, len(self._preparing), restored, self._group.window)
         row.restart()
         if not (row.generated or own):
             row.cached_tokens = position
@@ -218,7 +218,8 @@ class PrefillCohort:
                 row.spans.begin("token_zero.total", **memory())
             if row.cancelled:
                 row.reason = FinishReason.CANCELLED
-        samplers = SamplerGroup(self._bound.samplers, self._settings.vectorised_sampling)
+        bound = self._bound
+        samplers = SamplerGroup(bound.samplers, self._settings.vectorised_sampling, bound.processors)
         samplers.set_rows(rows)
         times = self._group.log.times
         with times.spent("build"), shared(rows, "prefill.project", 1):

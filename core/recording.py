@@ -55,7 +55,7 @@ class Forwarded:
 class StepLog:
     """The forwards, membership changes and times since `start`. Draws in flight keep ``times``: it is never replaced.
 
-    ``mixed_forwards`` are counted from the first step on.
+    ``mixed_forwards`` are counted from the first step on, and so are ``verified_forwards`` and their drafts.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -64,6 +64,9 @@ class StepLog:
     joined: int = 0
     left: int = 0
     mixed_forwards: int = 0
+    verified_forwards: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     _index: int = attrs.field(default=-1, init=False)
     _gap: float = attrs.field(default=0.0, init=False)
     _began: float = attrs.field(default=0.0, init=False)

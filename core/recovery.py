@@ -95,8 +95,8 @@ class Recovery:
     def _try(self, failure: ForwardFailed, places: Sequence[int]) -> Exception | None:
         """Repeat the forward for some rows on copies of their caches; the copies are thrown away."""
         self.retries += 1
-        ids = failure.ids[mx.array(list(places), dtype=mx.int32)]
         widths = [failure.widths[i] for i in places]
+        ids = failure.ids[mx.array(list(places), dtype=mx.int32), : max(widths)]
         rows = [failure.rows[i] for i in places] if failure.rows else ()
         try:
             forward(self.bound, [cache.take(places) for cache in failure.caches], ids, widths, rows)

@@ -13,8 +13,9 @@ import attrs
 from oarlock.core.contracts.constraint import ConstraintFactory
 from oarlock.core.contracts.layout import CacheLayout
 from oarlock.core.contracts.loader import Loader
-from oarlock.core.contracts.method import Method, Proposer
+from oarlock.core.contracts.method import Method
 from oarlock.core.contracts.policy import Policy
+from oarlock.core.contracts.proposer import Proposer
 from oarlock.core.contracts.sampler import Processor, Sampler
 from oarlock.core.contracts.state_cache import StateCacheFactory
 from oarlock.core.errors import DuplicateName, InvalidPlugin, RegistryFrozen, UnknownName
@@ -107,7 +108,7 @@ class Registries:
 
     layouts: Registry[CacheLayout] = attrs.field(factory=lambda: Registry("layout", CacheLayout))
     methods: Registry[Method] = attrs.field(factory=lambda: Registry("method", Method))
-    proposers: Registry[Proposer] = attrs.field(factory=lambda: Registry("proposer"))
+    proposers: Registry[Proposer] = attrs.field(factory=lambda: Registry("proposer", Proposer))
     samplers: Registry[Sampler] = attrs.field(factory=lambda: Registry("sampler", Sampler))
     processors: Registry[Processor] = attrs.field(factory=lambda: Registry("processor", Processor))
     constraints: Registry[ConstraintFactory] = attrs.field(factory=lambda: Registry("constraint", ConstraintFactory))

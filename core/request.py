@@ -55,10 +55,11 @@ def _bias(value: Mapping[Any, Any] | None) -> Mapping[int, float] | None:
 class SamplingParams:
     """How scores become a token.
 
-    Filters apply in this order: temperature, top_k, top_p, min_p; each keeps at least one token.
+    First come processors: penalties, ``logit_bias``, and what ``extra`` names. Then filters, in this order: temperature,
+    top_k, top_p, min_p; each keeps at least one token.
     ``temperature`` 0 is greedy. ``seed`` None draws a fresh one, which `Usage.seed` reports. ``logprobs`` None
     records nothing, 0 the chosen token's log-probability, n also the n best tokens; all of them come from the
-    model's own distribution, before temperature and filters. ``extra`` holds what plugins registered.
+    model's own distribution, before processors, temperature and filters. ``extra`` holds what plugins registered.
     """
 
     temperature: float = 0.0
@@ -140,6 +141,20 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     return ids
 
 
+def _sequences(value: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    name, allowed = "stop_sequences", "lists of non-empty lists of token ids"
+    _require(value is None or (isinstance(value, Sequence) and not isinstance(value, str)), name, value, allowed)
+    for sequence in value or ():
+        _require(
+            isinstance(sequence, Sequence) and not isinstance(sequence, str) and len(sequence) > 0,
+            name,
+            sequence,
+            allowed,
+        )
+        _require(all(_whole(token) and token >= 0 for token in sequence), name, sequence, allowed)
+    return tuple(tuple(sequence) for sequence in value or ())
+
+
 def _conversation(value: object) -> bool:
     return isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
 
@@ -149,10 +164,12 @@ class Request:
     """One generation. Exactly one of ``prompt_ids``, ``prompt`` and ``messages`` is given.
 
     ``max_tokens`` None means up to the model's positions. ``stop`` strings end the text before themselves (or
-    after, with ``include_stop``); ``stop_token_ids`` end it like EOS, counted but not delivered. ``on_token`` is
-    called with a `TokenEvent` per delivered token; returning exactly False stops the row; raising rejects it alone.
+    after, with ``include_stop``); ``stop_token_ids`` end it like EOS, counted but not delivered, and so do all tokens of one
+    of ``stop_sequences`` in a row, which are delivered with ``include_stop``. Nothing of this ends a row that would have fewer
+    than ``min_tokens`` then, and EOS and ``stop_token_ids`` are not drawn before. ``on_token`` is called with a `TokenEvent` per delivered token; returning exactly False stops the row; raising rejects it alone.
     ``namespace`` may be a callable: it is resolved at admission. ``priority``: higher goes first. ``compiled`` False
-    keeps steps of this row from being compiled.
+    keeps steps of this row from being compiled. ``constraint`` has one key, the name of a registered constraint, and its
+    spec: ``{"json_schema": {...}}``.
     """
 
     prompt_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tokens)
@@ -164,6 +181,7 @@ class Request:
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    stop_sequences: tuple[tuple[int, ...], ...] = attrs.field(default=(), converter=_sequences)
     ignore_eos: bool = False
     on_token: Callable[[TokenEvent], Any] | None = attrs.field(default=None, eq=False)
     on_admitted: Callable[[], Any] | None = attrs.field(default=None, eq=False)
@@ -204,9 +222,9 @@ class Request:
             value = getattr(self, name)
             _require(value is None or isinstance(value, str), name, value, "strings, or None")
         _require(isinstance(self.namespace, str) or callable(self.namespace), "namespace", self.namespace, "strings")
-        _require(
-            self.constraint is None or isinstance(self.constraint, Mapping), "constraint", self.constraint, "mappings"
-        )
+        named = isinstance(self.constraint, Mapping) and [type(key) for key in self.constraint] == [str]
+        allowed = "mappings with one key, the name of a registered constraint"
+        _require(self.constraint is None or named, "constraint", self.constraint, allowed)
         _require(_whole(self.priority), "priority", self.priority, "whole numbers")
         _require(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "non-empty strings")
 

@@ -46,7 +46,8 @@ class Usage:
     """What a request cost.
 
     Milliseconds are wall time: ``prefill_ms`` from admission to the first token, ``decode_ms`` from there to the end.
-    ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run.
+    ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run. ``drafted_tokens`` were verified, of which
+    ``accepted_tokens`` were what the row drew itself.
     """
 
     prompt_tokens: int = 0

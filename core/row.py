@@ -10,11 +10,13 @@ import attrs
 
 from oarlock.core.request import Request
 from oarlock.core.result import FinishReason, Logprob, Result, TokenEvent, Usage
+from oarlock.core.stops import StopSequences
 from oarlock.core.text import TextStream
 from oarlock.core.tracing import Spans
 
 if TYPE_CHECKING:
     from oarlock.core.admission import GroupKey
+    from oarlock.core.constraints import Matcher
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -36,6 +38,10 @@ class Row:
     seed: int
     key: GroupKey
     text: TextStream | None = None
+    matcher: Matcher | None = None
+    """Its constraint; None again once the row is settled."""
+    sequences: StopSequences | None = None
+    """Its stop sequences; tokens that it holds back are in ``token_ids`` and were shown to nobody."""
     submitted_at: float = 0.0
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -45,6 +51,11 @@ class Row:
     generated: int = 0
     sampled: int = 0
     cached_tokens: int = 0
+    forced: int = 0
+    """Delivered tokens that its constraint left no choice about, and that were never drawn."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Counted by methods that draft, before the token behind a draft is emitted, with which the row may end."""
     fed: list[int] = attrs.field(factory=list)
     fed_tainted: bool = False
     merged: bool = False
@@ -106,8 +117,12 @@ class Row:
 
     @property
     def live(self) -> bool:
-        """True while another token may be sampled; a row that is not live but unread is doomed."""
-        return self.sampled < self.max_tokens
+        """True while another token may be sampled; a row that is not live but unread is doomed.
+
+        A constraint that failed is among what is told when a token is sampled.
+        """
+        ended = self.matcher is not None and self.matcher.over and self.matcher.error is None
+        return self.sampled < self.max_tokens and not ended
 
     @property
     def coverage(self) -> Sequence[int]:
@@ -126,6 +141,9 @@ class Row:
             prefill_ms=1e3 * (first - self.admitted_at) if self.admitted_at else 0.0,
             decode_ms=1e3 * (now - first) if self.first_token_at or self.decode_span else 0.0,
             seed=self.seed,
+            forced_tokens=self.forced,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     def result(self, now: float) -> Result:
@@ -147,18 +165,27 @@ class Row:
             del self.token_ids[tokens:], self.logprobs[tokens:]
             self.generated -= taken
             self.fed_tainted = True
+            if self.sequences is not None:
+                self.sequences.drop()
             if self.text is not None:
                 self.text = self.text.again(self.token_ids)
+
+    def cut(self, tokens: int) -> None:
+        """Take the last ``tokens`` out of the answer: they are counted, and part of the state, and were shown to nobody."""
+        kept = len(self.token_ids) - tokens
+        del self.token_ids[kept:], self.logprobs[kept:]
 
     def restart(self) -> None:
         """Forget what the caches held: the row goes on from its known tokens, with the draws that it would have had."""
         self.fed, self.sampled, self.fed_tainted = list(self.token_ids), self.generated, False
+        if self.matcher is not None:
+            self.matcher.restart(self.token_ids)
 
     def settle(self, outcome: Result | BaseException) -> bool:
         """Fix the outcome once. Later calls change nothing and return False."""
         if self.outcome is not None:
             return False
-        self.outcome = outcome
+        self.outcome, self.matcher = outcome, None
         return True
 
     @property

@@ -1,6 +1,7 @@
 """Sampling for the rows of a group: keys, the unread draw, and blame for a sampler that raises.
 
-Which distribution is drawn from is the samplers' business. A key is (seed, position) and nothing else.
+Which distribution is drawn from is the samplers' business, and the processors' before. A key is (seed, position) and
+nothing else.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from oarlock.core.contracts.method import Drawn
-from oarlock.core.contracts.sampler import Sampler, SamplerRows
+from oarlock.core.constraints import masked
+from oarlock.core.contracts.method import Draw, Drawn
+from oarlock.core.contracts.sampler import Processor, Sampler, SamplerRows
 from oarlock.core.errors import UnsupportedFeature
+from oarlock.core.lines import Lines
+from oarlock.core.processing import ProcessorGroup
 from oarlock.core.recording import Times
 from oarlock.core.request import SamplingParams
 from oarlock.core.result import Logprob
@@ -108,19 +112,22 @@ class PendingDraw:
 
 
 class SamplerGroup:
-    """The samplers opened for the rows of a group; reopened at membership changes only."""
+    """The samplers and processors opened for the rows of a group; reopened at membership changes only."""
 
-    def __init__(self, samplers: Sequence[Sampler], vectorised: bool) -> None:
+    def __init__(self, samplers: Sequence[Sampler], vectorised: bool, processors: Sequence[Processor] = ()) -> None:
         self._samplers = samplers
+        self._processors = ProcessorGroup(processors)
         self._vectorised = vectorised
         self._rows: list[Row] = []
         self._opened: SamplerRows | None = None
         self._words: mx.array | None = None
         self._wants: list[int | None] = []
         self._draws = True
+        self._drawn: mx.array | None = None  # (B, W), of a window that nobody has taken yet
 
     def set_rows(self, rows: Sequence[Row]) -> None:
         """Open for ``rows`` in this order, unless it is open for them already."""
+        self._processors.set_rows(rows)
         if len(rows) == len(self._rows) and all(map(operator.is_, rows, self._rows)):
             return
         self._rows = list(rows)
@@ -135,54 +142,98 @@ class SamplerGroup:
             still = shared is not None and shared.is_argmax_invariant and all(row.greedy for row in params)
             self._draws = not still
 
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Go on with ``rows`` of those that it is open for: what processors know of their unread tokens stays."""
+        self._processors.keep(rows)
+        if not rows:
+            self.set_rows(())
+
+    def push(self, draw: Draw) -> None:
+        """Let processors know the unread tokens of a draw that was made elsewhere."""
+        if self._processors.active:
+            self._processors.push(draw.tokens[:, None], [1] * len(self._rows), [None] * len(self._rows))
+
     def _serves(self, sampler: Sampler, params: SamplingParams) -> bool:
         """Return whether ``sampler`` gives a row its own sampler's tokens: company must not choose another."""
         own = next((each for each in self._samplers if each.handles(params)), None)
         alike = params.greedy and own is not None and own.is_argmax_invariant and sampler.is_argmax_invariant
         return sampler is own or (alike and sampler.handles(params))
 
-    def draw(self, logits: mx.array, live: Sequence[bool], times: Times | None = None) -> PendingDraw:
-        """Sample a token per row from ``logits`` [B, V] and start the evaluation. No sync."""
-        errors: list[BaseException | None] = [None] * len(self._rows)
-        keys = self._keys()
+    def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int], times: Times | None = None) -> PendingDraw:
+        """Sample what row i draws behind each of its ``widths[i]`` tokens of ``ids`` [B, W]; ``logits`` are [B, W, V]."""
+        lines = Lines(ids, widths)
+        scores, window = logits.reshape(-1, logits.shape[-1]), ids.shape[1]
+        if len(lines.places) < len(scores):
+            scores = scores[mx.array([row * window + place for row, place in lines.places], dtype=mx.int32)]
+        return self.draw(scores, [True] * len(lines.places), times, lines)
+
+    def draw(
+        self, logits: mx.array, live: Sequence[bool], times: Times | None = None, lines: Lines | None = None
+    ) -> PendingDraw:
+        """Sample a token per line of ``logits`` [R, V] and start the evaluation. No sync, but for constraints' masks.
+
+        Without ``lines``, line i is row i's next token.
+        """
+        places = lines.places if lines is not None else [(row, 0) for row in range(len(self._rows))]
+        errors: list[BaseException | None] = [None] * len(places)
+        keys, scores = self._keys(places, lines), self._processors.apply(logits, errors, lines)
+        scores = masked(self._rows, scores, live, errors, lines)  # last: nothing gives back what a constraint forbids
+        rows = lines.rows if lines is not None else None
         if self._opened is not None:
             try:
-                tokens = self._opened.sample(logits, keys)
+                tokens = self._opened.sample(scores, keys, rows)
             except Exception:  # noqa: BLE001 - the row by row repetition finds whose it is
-                tokens = self._row_by_row(logits, keys, live, errors)
+                tokens = self._row_by_row(scores, keys, live, errors, places)
         else:
-            tokens = self._row_by_row(logits, keys, live, errors)
+            tokens = self._row_by_row(scores, keys, live, errors, places)
         real = [on and error is None for on, error in zip(live, errors, strict=True)]
         draw = PendingDraw(
             tokens=tokens,
-            best=mx.max(logits, axis=-1),  # NaN where any score is, and minus infinity only where all are
+            best=mx.max(scores, axis=-1),  # NaN where any score is, and minus infinity only where all are
             real=real,
             errors=errors,
-            wants=self._wants,
+            wants=[self._wants[row] for row, _ in places],
             times=times or Times(),
         )
         self._add_logprobs(draw, logits)
         mx.async_eval(draw.arrays())
+        if self._processors.active:  # last, since a step that raises before is taken once more
+            if lines is None:
+                self._processors.push(tokens[:, None], [int(each) for each in real], errors)
+            else:
+                self._drawn = lines.table(tokens)
         return draw
 
-    def _keys(self) -> mx.array:
-        """Return uint32 ``[B, 2]`` of (seed, position); the position is the count of samples before this one."""
+    def accept(self, taken: Sequence[int]) -> None:
+        """Let processors know the first ``taken[i]`` tokens that row i drew of the last window."""
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            self._processors.push(drawn, taken)
+
+    def _keys(self, places: Sequence[tuple[int, int]], lines: Lines | None) -> mx.array:
+        """Return uint32 ``[R, 2]`` of (seed, position); the position is the count of samples before this one."""
         assert self._words is not None
+        words = self._words if lines is None else self._words[lines.rows]
         if not self._draws:  # nobody reads them, and making an array each step is dear beside a tiny model
-            return self._words
-        positions = mx.array([[0, row.sampled] for row in self._rows], dtype=mx.uint32)
-        return self._words ^ positions
+            return words
+        positions = mx.array([[0, self._rows[row].sampled + ahead] for row, ahead in places], dtype=mx.uint32)
+        return words ^ positions
 
     def _row_by_row(
-        self, logits: mx.array, keys: mx.array, live: Sequence[bool], errors: list[BaseException | None]
+        self,
+        logits: mx.array,
+        keys: mx.array,
+        live: Sequence[bool],
+        errors: list[BaseException | None],
+        places: Sequence[tuple[int, int]],
     ) -> mx.array:
-        """Sample each live row on its own; a row whose sampler raises gets the error and a placeholder."""
+        """Sample each live line on its own; one whose sampler raises gets the error and a placeholder."""
         lines = []
-        for i, row in enumerate(self._rows):
-            line = mx.zeros((1,), dtype=mx.uint32)
+        for i, (row, _) in enumerate(places):
+            line, params = mx.zeros((1,), dtype=mx.uint32), self._rows[row].request.sampling
             if live[i]:
                 try:
-                    opened = choose(self._samplers, row.request.sampling).open([row.request.sampling])
+                    opened = choose(self._samplers, params).open([params])
                     line = opened.sample(logits[i : i + 1], keys[i : i + 1])
                 except Exception as error:  # noqa: BLE001 - rejected with it, alone
                     errors[i] = error

@@ -93,13 +93,17 @@ def _found(store: StateCache, bound: BoundModel, row: Row, ids: Sequence[int]) -
 
 
 def add_row(
-    bound: BoundModel, caches: list[BatchCache], place: int, restored: Sequence[BatchCache] | None
+    bound: BoundModel, caches: list[BatchCache], place: int, restored: Sequence[BatchCache] | None, window: int = 1
 ) -> list[BatchCache]:
-    """Return ``caches`` with a row at ``place``, behind the others, empty or restored: on every layer, or it raises."""
+    """Return ``caches`` with a row at ``place``, behind the others, empty or restored: on every layer, or it raises.
+
+    The first row opens them for forwards of ``window`` tokens that may be cut. A restored one has room for no more than
+    one, and is moved where that is too little.
+    """
     if not place:
-        caches = list(restored) if restored is not None else bound.open_caches(slots=1, window=1)
-        if restored is not None:
-            return caches
+        if restored is not None and window == 1:
+            return list(restored)
+        caches = bound.open_caches(slots=1, window=window)
     done: list[BatchCache] = []
     try:
         for layer, cache in enumerate(caches):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from oarlock.core import errors
+from oarlock.core.stops import Automaton
 
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are no character, or not yet one."""
@@ -19,8 +20,8 @@ SETTLED_BYTES = 3
 """A character has at most four bytes, so at most this many at the end of a text can still become one."""
 
 
-class StopStrings:
-    """The automaton of Aho and Corasick (1975) over the characters of the stop strings: linear in the text.
+class StopStrings(Automaton):
+    """What finds stop strings, character by character.
 
     The first stop string that becomes complete wins; of several that end with the same character the longest. So
     the outcome depends on the text alone, not on how it was cut into tokens.
@@ -30,46 +31,7 @@ class StopStrings:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise errors.InvalidParameter("stop", text, "non-empty strings")
-        self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]
-        self._found: list[str | None] = [None]
-        self.depth = [0]
-        """Per state: how many characters at the end of the text are the beginning of a stop string."""
-        for text in stop:
-            self._insert(text)
-        self._link()
-
-    def _insert(self, text: str) -> None:
-        state = 0
-        for character in text:
-            if character not in self._next[state]:
-                self._next[state][character] = len(self._next)
-                self._next.append({})
-                self._fallback.append(0)
-                self._found.append(None)
-                self.depth.append(self.depth[state] + 1)
-            state = self._next[state][character]
-        self._found[state] = text
-
-    def _link(self) -> None:
-        """Give each state its longest proper suffix that is a state, shallow ones first."""
-        queue = list(self._next[0].values())
-        for state in queue:
-            for character, child in self._next[state].items():
-                self._fallback[child] = self.step(self._fallback[state], character)
-                queue.append(child)
-            if self._found[state] is None:
-                self._found[state] = self._found[self._fallback[state]]
-
-    def step(self, state: int, character: str) -> int:
-        """Return the state after one more character."""
-        while state and character not in self._next[state]:
-            state = self._fallback[state]
-        return self._next[state].get(character, 0)
-
-    def found(self, state: int) -> str | None:
-        """Return the longest stop string that ends here, or None."""
-        return self._found[state]
+        super().__init__(stop)
 
 
 class TextStream:
@@ -77,17 +39,23 @@ class TextStream:
 
     ``decode`` is the tokenizer's (special tokens left out, undecodable bytes as U+FFFD). The pieces returned by
     `push` and `finish` concatenate to ``decode`` of all tokens, cut before the first complete stop string, or after
-    it with ``include_stop``. Held back is what may still change: an unfinished character, and the beginning of a
-    stop string. One token is one or two calls of ``decode`` on a few tokens, however long the text is.
+    it with ``include_stop``; one that is complete before the token of number ``min_tokens`` is none. Held back is what may
+    still change: an unfinished character, and the beginning of a stop string. One token is one or two calls of ``decode`` on a few tokens, however long the text is.
 
     One text cannot be told while it streams: a tokenizer with byte fallback decodes a whole run of byte tokens as
     U+FFFD when a later byte of the run is invalid. Characters that were complete are kept here.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), include_stop: bool = False
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._decode = decode
+        self._min_tokens = min_tokens
+        self._taken = 0  # tokens
         self._include_stop = include_stop
         self._stop = tuple(stop)
         self._strings = StopStrings(stop) if stop else None
@@ -114,7 +82,7 @@ class TextStream:
 
     def again(self, tokens: Sequence[int]) -> TextStream:
         """Return a fresh stream with the same rules that has taken ``tokens``."""
-        stream = TextStream(self._decode, self._stop, self._include_stop)
+        stream = TextStream(self._decode, self._stop, self._include_stop, self._min_tokens)
         for token in tokens:
             stream.push(token)
         return stream
@@ -123,6 +91,7 @@ class TextStream:
         """Take the next token and return the text that became certain with it; after a stop string, nothing."""
         if self._stopped is not None:
             return ""
+        self._taken += 1
         self._window.append(token)
         text = self._decode(self._window)
         certain = len(text.rstrip(REPLACEMENT))
@@ -178,7 +147,8 @@ class TextStream:
         text = self._held + piece
         for position, character in enumerate(piece, start=len(self._held) + 1):
             self._state = strings.step(self._state, character)
-            self._stopped = strings.found(self._state)
+            if self._taken >= self._min_tokens:
+                self._stopped = strings.found(self._state)
             if self._stopped is not None:
                 self._held = ""
                 return text[: position if self._include_stop else position - len(self._stopped)]

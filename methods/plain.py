@@ -1,7 +1,8 @@
 """Plain decoding: one token per row and step, pipelined. It owns the unread register, not the rows' lifetimes.
 
 The next step is built from tokens that nobody has read yet and dispatched; then the previous step's tokens are read
-and emitted while it computes.
+and emitted while it computes. Where rows are constrained by their own tokens these are read first, and emitted last;
+what must follow them is forwarded with them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache
-from oarlock.core.contracts.method import Draw, MethodHost
+from oarlock.core.contracts.method import Draw, Drawn, MethodHost
 from oarlock.core.row import Row
 
 OARLOCK_API = 1
@@ -28,6 +29,8 @@ class PlainOptions:
 class PlainDecoding:
     """The rows' caches and the register: sampled, dispatched, unread."""
 
+    window = 1
+
     def __init__(self, host: MethodHost) -> None:
         self._host = host
         self._caches: list[BatchCache] = []
@@ -36,7 +39,7 @@ class PlainDecoding:
 
     @property
     def running_tokens(self) -> int:
-        """One token per row."""
+        """One token per row: what must follow is not forwarded in a step that takes work along."""
         return len(self._host.rows)
 
     def caches(self) -> Sequence[BatchCache]:
@@ -56,17 +59,25 @@ class PlainDecoding:
             each.merged = True
 
     def advance(self, work: Any = None) -> None:
-        """Build and dispatch the next step, then read and emit the previous one."""
+        """Build and dispatch the next step, then read and emit the previous one; constrained rows have it read first."""
         previous = self._register
+        drawn: Sequence[Drawn] = ()
+        spans: Sequence[Sequence[int]] = ()
+        if self._host.constrained:
+            if previous is not None:
+                self._host.follow(drawn := previous.read())
+            spans = self._host.forced() if work is None else ()
         live = [row.live for row in self._host.rows]
         if any(live):
-            self._register = self._step(previous, live, work)
+            self._register = self._step(previous, live, work, spans)
             if previous is None:
                 for row in self._host.rows:
                     row.fed.append(row.current)
         else:
             self._register = None
-        if previous is not None:
+        if drawn or spans:
+            self._deliver(drawn, spans, fed=self._register is not None)
+        elif previous is not None:
             self._emit(previous, fed=self._register is not None)
         if not self._pipeline:
             self.flush()
@@ -95,26 +106,38 @@ class PlainDecoding:
         """Drop everything."""
         self.abort()
 
-    def _step(self, register: Draw | None, live: Sequence[bool], work: Any) -> Draw:
-        """Forward every row once and sample the live ones. Nothing here changes when the forward raises."""
+    def _step(self, register: Draw | None, live: Sequence[bool], work: Any, spans: Sequence[Sequence[int]]) -> Draw:
+        """Forward every row once, with what must follow, and sample the live ones. A forward that raises changes nothing."""
         rows = self._host.rows
         if register is not None:
             ids = register.tokens[:, None]  # (B, 1)
         else:
             ids = mx.array([[row.current] for row in rows], dtype=mx.uint32)
-        widths = [1] * len(rows)
-        logits = self._host.forward(self._caches, ids, widths, work)  # (B, 1, V)
+        if spans:
+            ids = mx.concatenate([ids, mx.array(list(spans), dtype=mx.uint32)], axis=1)  # (B, W)
+        widths = [ids.shape[1]] * len(rows)
+        logits = self._host.forward(self._caches, ids, widths, work)  # (B, W, V)
         self._host.settle(self._caches, ids, widths, widths)
+        for row, span in zip(rows, spans, strict=bool(spans)):
+            row.sampled += len(span)
         return self._host.sample(logits[:, -1], live)
 
     def _emit(self, register: Draw, *, fed: bool) -> None:
-        """Read a register, account what entered the caches, deliver, and drop the rows that are over."""
-        for row, drawn in zip(self._host.rows, register.read(), strict=True):
-            if fed and drawn.real:
-                row.fed.append(drawn.token)
+        """Read a register and deliver it."""
+        self._deliver(register.read(), (), fed=fed)
+
+    def _deliver(self, drawn: Sequence[Drawn], spans: Sequence[Sequence[int]], *, fed: bool) -> None:
+        """Account what entered the caches, deliver what was drawn and what had to follow, and drop the rows that are over."""
+        for row, each in zip(self._host.rows, drawn, strict=bool(drawn)):
+            if fed and each.real:
+                row.fed.append(each.token)
             elif fed:
                 row.fed_tainted = True
-            self._host.emit(row, drawn)
+            self._host.emit(row, each)
+        for row, span in zip(self._host.rows, spans, strict=bool(spans)):
+            row.fed.extend(span if fed else ())
+            for token in span:
+                self._host.emit(row, Drawn(token, forced=True))
         self._host.retire()
 
 

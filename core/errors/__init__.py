@@ -5,16 +5,18 @@ OarlockError
 │   ├── EmptyPrompt, TokenOutOfRange, PromptTooLong, NoTokenizer, NoChatTemplate
 │   ├── InvalidParameter                 ── InvalidMaxTokens, InvalidTemperature, InvalidTopP
 │   ├── UnknownRequestKey                a field that no request has
+│   ├── InvalidConstraint                a constraint that cannot be compiled
 │   └── UnsupportedFeature               a field that needs a plugin which is not bound
 ├── AdmissionError (RuntimeError)        ── QueueFull, NeverFits
 ├── EngineClosed (RuntimeError)
 ├── WrongThread, StepInsideStep (RuntimeError)
-├── RowError (RuntimeError)              one row failed; its neighbours go on ── NonFiniteLogits, SlowConsumer
+├── RowError (RuntimeError)              one row failed; its neighbours go on ── NonFiniteLogits, ConstraintFailed,
+│                                            SlowConsumer
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
 ├── RecoveriesExhausted (RuntimeError)   the device fails again and again though no row is guilty
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
 ├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable, AdapterRefused,
-│                                            MixedRefused, CompiledRefused
+│                                            MixedRefused, CompiledRefused, ProposerRefused
 ├── ConfigError (ValueError)             ── UnknownConfigKey, InvalidConfigValue, UnreadableConfig
 └── PluginError                          ── BrokenPlugin, DuplicateName, UnknownName, UnknownHook,
                                             ApiMismatch, RequirementUnmet, RegistryFrozen, DisabledPlugin, InvalidPlugin
@@ -35,6 +37,7 @@ from oarlock.core.errors.binding import (
     ModelNotFound,
     NoModelConfig,
     NotGGUF,
+    ProposerRefused,
     UnknownConfigKey,
     UnreadableConfig,
     UnsupportedLayer,
@@ -54,6 +57,7 @@ from oarlock.core.errors.plugins import (
 )
 from oarlock.core.errors.requests import (
     EmptyPrompt,
+    InvalidConstraint,
     InvalidMaxTokens,
     InvalidParameter,
     InvalidTemperature,
@@ -69,6 +73,7 @@ from oarlock.core.errors.requests import (
 from oarlock.core.errors.running import (
     AdmissionError,
     CompositionError,
+    ConstraintFailed,
     EngineClosed,
     NeverFits,
     NonFiniteLogits,
@@ -89,11 +94,13 @@ __all__ = [
     "CompiledRefused",
     "CompositionError",
     "ConfigError",
+    "ConstraintFailed",
     "DisabledPlugin",
     "DuplicateName",
     "EmptyPrompt",
     "EngineClosed",
     "InvalidConfigValue",
+    "InvalidConstraint",
     "InvalidMaxTokens",
     "InvalidParameter",
     "InvalidPlugin",
@@ -114,6 +121,7 @@ __all__ = [
     "OarlockError",
     "PluginError",
     "PromptTooLong",
+    "ProposerRefused",
     "QueueFull",
     "RecoveriesExhausted",
     "RegistryFrozen",

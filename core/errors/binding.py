@@ -82,6 +82,14 @@ class MixedRefused(BindError):
         )
 
 
+class ProposerRefused(BindError):
+    """Drafts of this proposer cannot be used for this model."""
+
+    def __init__(self, proposer: str, model_type: str, reason: str) -> None:
+        self.proposer, self.model_type, self.reason = proposer, model_type, reason
+        super().__init__(f"proposer {proposer!r} cannot draft for model type {model_type!r}: {reason}")
+
+
 class CompiledRefused(BindError):
     """The config asks for compiled decode steps, which this model or a layout cannot do. ``layer``: which, if it is one."""
 

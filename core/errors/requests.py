@@ -94,3 +94,11 @@ class UnsupportedFeature(RequestError):
     def __init__(self, field: str, reason: str) -> None:
         self.field, self.reason = field, reason
         super().__init__(f"{field!r} cannot be honoured: {reason}")
+
+
+class InvalidConstraint(RequestError):
+    """A constraint cannot be compiled. ``reason`` is what the library that compiles it says, position included."""
+
+    def __init__(self, constraint: str, reason: str) -> None:
+        self.constraint, self.reason = constraint, reason
+        super().__init__(f"constraint {constraint!r} cannot be compiled: {reason}")

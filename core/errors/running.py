@@ -64,12 +64,23 @@ class RowError(OarlockError, RuntimeError):
 
 
 class NonFiniteLogits(RowError):
-    """The model's scores for this row are NaN or all minus infinity."""
+    """The scores of this row are NaN or all minus infinity: by the model, or because processors forbid every token."""
 
     def __init__(self, request_id: str, position: int) -> None:
         self.position = position
         super().__init__(
             request_id, f"request {request_id!r}: the scores after position {position} are not finite; row rejected"
+        )
+
+
+class ConstraintFailed(RowError):
+    """A row's constraint raised, or allows no token though it has not ended. ``tokens``: how many it had accepted."""
+
+    def __init__(self, request_id: str, constraint: str, tokens: int, reason: str) -> None:
+        self.constraint, self.tokens, self.reason = constraint, tokens, reason
+        super().__init__(
+            request_id,
+            f"request {request_id!r}: constraint {constraint!r} failed after {tokens} tokens: {reason}; row rejected",
         )
 
 

@@ -102,6 +102,22 @@ class MethodContract:
                 (alone,) = _run(engine, [request])
             assert alone.token_ids == tokens
 
+    def test_processors_know_every_token_that_was_drawn(self, model: str) -> None:
+        """A penalty that forbids every token of the answer: none comes twice, whoever joins, leaves and asks for nothing."""
+        once = SamplingParams(presence_penalty=1e6)
+        limits = (TOKENS, 3, 9, TOKENS, 5)
+        with self.engine(model, max_batch=3) as engine:
+            handles = []
+            for row, limit in enumerate(limits):
+                sampling = SamplingParams() if row == 2 else once
+                handles.append(engine.submit(_request(row, max_tokens=limit, sampling=sampling)))
+                engine.step()
+            results = _results(engine, handles)
+        for row in (0, 1, 3, 4):
+            tokens = results[row].token_ids
+            assert len(tokens) == len(set(tokens)) == limits[row]
+        _compare(model, [list(results[2].token_ids)], [limits[2]], rows=[2])
+
     def test_events_are_the_tokens_once_and_in_order(self, model: str) -> None:
         """What a consumer was told is what the result holds."""
         seen: list[list[int]] = [[] for _ in LENGTHS]

@@ -18,6 +18,7 @@ _CONTRACTS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     {
         "layout": ("oarlock.core.testing.layouts", "LayoutContract"),
         "method": ("oarlock.core.testing.methods", "MethodContract"),
+        "processor": ("oarlock.core.testing.processors", "ProcessorContract"),
         "sampler": ("oarlock.core.testing.samplers", "SamplerContract"),
         "state_cache": ("oarlock.core.testing.state_caches", "StateCacheContract"),
     }

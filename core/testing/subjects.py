@@ -61,6 +61,11 @@ class Given:
         self._give("sampler", register)
 
     @hookimpl
+    def register_processors(self, register: Any) -> None:
+        """Register a processor."""
+        self._give("processor", register)
+
+    @hookimpl
     def register_state_caches(self, register: Any) -> None:
         """Register a state cache."""
         self._give("state_cache", register)

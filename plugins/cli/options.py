@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -60,12 +61,27 @@ def sampling_options(command: Command) -> Command:
         click.option("--seed", type=int, help="Makes draws repeatable; without one, a fresh one is drawn."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
         click.option("--logprobs", type=int, metavar="N", help="Log-probabilities: of each token, and of the N best."),
+        click.option(
+            "--constraint",
+            callback=_json,
+            metavar="JSON",
+            help='What an answer must be: {"regex": "[a-z]+"}, or json_schema, json_object, lark, choice.',
+        ),
     )
+
+
+def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
+    """Return what an option holds that is written as JSON."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        msg = f"it is not JSON: {error}"
+        raise click.BadParameter(msg) from error
 
 
 def request_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was given of the sampling options, as fields of a request."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "constraint")
     return {name: given[name] for name in names if given[name] not in (None, ())}
 
 

@@ -87,7 +87,7 @@ def test_the_twelve_line_plugin_runs(root, page, capsys):
     assert capsys.readouterr().out == "a: first token after 250 ms\na: stop after 7 tokens\n"
 
 
-@pytest.mark.parametrize("kind", ["layout", "method", "sampler"])
+@pytest.mark.parametrize("kind", ["layout", "method", "sampler", "processor"])
 def test_the_readme_tables_match_the_registries(built_in, readme, kind):
     """What the README lists is what is registered, name by name."""
     assert table(readme, kind) == set(built_in.of(kind).names())

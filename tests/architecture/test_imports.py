@@ -7,13 +7,14 @@ import pytest
 # Inside core a file imports from its own rank and the ranks before it.
 ORDER = (
     {"errors", "request", "result"},
-    {"row", "contracts", "choices", "config", "text", "tracing", "values", "cleanup"},
+    {"row", "contracts", "choices", "config", "text", "stops", "tracing", "values", "cleanup"}
+    | {"constraints", "lines"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
     {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "head", "mixed"},
     {"budget"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
-    | {"preparing", "compiled", "states", "checkpoints", "guarded"},
+    | {"processing", "preparing", "compiled", "states", "checkpoints", "guarded", "windows", "companion"},
     {"rebuild", "relief"},
     {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "finding", "intake"}
     | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice", "device"},

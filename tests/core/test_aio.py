@@ -3,12 +3,15 @@
 import asyncio
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from oarlock.core import FinishReason, Request, hookimpl
 from oarlock.core.aio import MAX_UNREAD, AsyncEngine
-from oarlock.core.errors import EmptyPrompt, EngineClosed, QueueFull, SlowConsumer
+from oarlock.core.errors import EmptyPrompt, EngineClosed, InvalidConstraint, QueueFull, SlowConsumer
 from oarlock.core.testing import models
 
 LONG = 100_000
@@ -240,3 +243,66 @@ def test_an_engine_that_cannot_be_made_says_why_where_it_was_asked_for(model):
         AsyncEngine(model, config={"scheduler": {"policy": "no_such_policy"}})
     with pytest.raises(FileNotFoundError):
         asyncio.run(AsyncEngine.load("/nowhere/at/all"))
+
+
+class Slow:
+    """Registers as ``slow``: a constraint that allows everything, and takes until ``may`` to be compiled."""
+
+    name = "slow"
+
+    def __init__(self):
+        self.may, self.opened = threading.Event(), 0
+
+    def open(self, spec, tokenizer, request):
+        assert self.may.wait(20)
+        self.opened += 1
+        if spec != "good":
+            msg = "3:1: nothing that could be compiled"
+            raise ValueError(msg)
+        return SimpleNamespace(
+            terminated=False,
+            accept=lambda token: None,
+            ready=lambda: None,
+            mask=lambda: np.ones(97, dtype=bool),
+            forced=lambda: (),
+        )
+
+    @hookimpl
+    def register_constraints(self, register):
+        register(self)
+
+
+def test_nobody_waits_while_a_constraint_is_compiled(model):
+    """The loop goes on and other requests are answered; then the submitter gets its handle, or the refusal."""
+    slow = Slow()
+
+    async def scenario(engine):
+        good = asyncio.create_task(engine.submit(ask(1, 2, n=6, constraint={"slow": "good"})))
+        bad = asyncio.create_task(engine.submit(ask(1, 2, constraint={"slow": "bad"})))
+        other = await (await engine.submit(ask(3, 4, n=6))).result()
+        assert not good.done()
+        slow.may.set()
+        with pytest.raises(InvalidConstraint, match="3:1: nothing"):
+            await bad
+        return other, await (await good).result()
+
+    results = run(model, scenario, plugins=[slow])
+    assert [len(result.token_ids) for result in results] == [6, 6]
+
+
+def test_who_leaves_while_a_constraint_is_compiled_leaves_no_row(model):
+    """Its request is cancelled as soon as it is there."""
+    slow = Slow()
+
+    async def scenario(engine):
+        leaving = asyncio.create_task(engine.submit(ask(1, 2, n=LONG - 9, constraint={"slow": "good"})))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        slow.may.set()
+        while not slow.opened or engine.stats()["active_rows"] or engine.stats()["pending_rows"]:
+            await asyncio.sleep(0.01)
+        return await (await engine.submit(ask(3, 4, n=6))).result()
+
+    assert len(run(model, scenario, plugins=[slow]).token_ids) == 6

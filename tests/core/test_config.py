@@ -135,6 +135,15 @@ def test_the_environment_is_not_read(monkeypatch):
     assert EngineConfig.load() == EngineConfig()
 
 
+def test_updated_keeps_the_options_of_the_same_method():
+    """Another method's options are no use to it."""
+    config = EngineConfig.load({"method": {"name": "speculative", "proposer": "ngram", "depth": 2}})
+    changed = config.updated({"method": {"depth": 5}}).method
+    assert (changed.name, changed.options) == ("speculative", {"proposer": "ngram", "depth": 5})
+    assert config.updated({"method": {"name": "speculative"}}) == config
+    assert config.updated({"method": {"name": "plain"}}).method.options == {}
+
+
 def test_updated_changes_the_named_keys_only():
     """Flags of a command line stand over the file."""
     config = EngineConfig.load({"scheduler": {"max_batch": 4, "pipeline": False}, "layouts": {"full": "a"}})

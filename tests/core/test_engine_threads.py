@@ -304,7 +304,7 @@ def test_draws_do_not_depend_on_the_thread(tiny):
 def test_keys_from_the_threads_own_generator_are_found(tiny, monkeypatch):
     """MLX's generator is per thread, and every new thread starts alike."""
 
-    def keys(group):
+    def keys(group, *_):
         return mx.random.randint(0, 2**31 - 1, (len(group._rows), 2)).astype(mx.uint32)
 
     monkeypatch.setattr(SamplerGroup, "_keys", keys)

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from oarlock.core import Request, SamplingParams, errors, intake
+from oarlock.core import Request, SamplingParams, errors, hookimpl, intake
+from oarlock.core.engine import Engine
+from oarlock.samplers.greedy import GreedyRows
 
 NAN = float("nan")
 
@@ -71,7 +73,8 @@ def test_a_bias_takes_json_keys():
     [
         ("min_tokens", -1), ("min_tokens", 1.0), ("prefill_chunk", 0), ("prefill_chunk", "8"), ("priority", 1.5),
         ("id", ""), ("id", 7), ("stop", ""), ("stop", ["", "x"]), ("stop", [5]), ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["5"]), ("checkpoint_interval", 0),
+        ("stop_token_ids", ["5"]), ("checkpoint_interval", 0), ("stop_sequences", [5]), ("stop_sequences", [[]]),
+        ("stop_sequences", [["5"]]), ("stop_sequences", "5"), ("stop_sequences", ["56"]), ("stop_sequences", [[-1]]),
     ],
 )  # fmt: skip
 def test_other_request_values_name_themselves(name, value):
@@ -130,12 +133,26 @@ def engine_cases():
     yield "method", {"prompt_ids": [1], "method": "plane"}, errors.UnknownName, {"name": "plane"}
     yield "adapter", {"prompt_ids": [1], "adapter": "mine"}, errors.UnknownName, {"name": "mine"}
     yield "inputs", {"prompt_ids": [1], "inputs": object()}, errors.InvalidParameter, {"name": "inputs"}
-    for field in ("constraint", "checkpoint_interval", "min_tokens"):
-        value = {"constraint": {"regex": "a"}}.get(field, 1)
-        yield field, {"prompt_ids": [1], field: value}, errors.UnsupportedFeature, {"field": field}
-    for field, value in (("presence_penalty", 0.5), ("logit_bias", {3: 1.0}), ("extra", {"x": 1})):
-        sampling = SamplingParams(**{field: value})
-        yield field, {"prompt_ids": [1], "sampling": sampling}, errors.UnsupportedFeature, {"field": field}
+    yield "a checkpoint", {"prompt_ids": [1], "checkpoint_interval": 1}, errors.UnsupportedFeature, {
+        "field": "checkpoint_interval"
+    }  # fmt: skip
+    yield "constraint", {"prompt_ids": [1], "constraint": {"rgx": "a"}}, errors.UnknownName, {"name": "rgx"}
+    yield "a stop sequence", {"prompt_ids": [1], "stop_sequences": [[3], [4, 97]]}, errors.TokenOutOfRange, {
+        "field": "stop_sequences", "token": 97, "position": 1,
+    }  # fmt: skip
+    yield "a bias", {"prompt_ids": [1], "sampling": SamplingParams(logit_bias={97: 1.0})}, errors.TokenOutOfRange, {
+        "field": "logit_bias", "token": 97,
+    }  # fmt: skip
+    for extra, error, facts in (
+        ({"no_repeat_ngrams": 2}, errors.UnknownRequestKey, {"key": "no_repeat_ngrams"}),
+        ({"no_repeat_ngram": 0}, errors.InvalidParameter, {"name": "no_repeat_ngram", "got": 0}),
+        ({"no_repeat_ngram": True}, errors.InvalidParameter, {"name": "no_repeat_ngram", "got": True}),
+        ({"banned_tokens": [1, 97]}, errors.InvalidParameter, {"name": "banned_tokens", "got": 97}),
+        ({"banned_tokens": "ab"}, errors.InvalidParameter, {"name": "banned_tokens", "got": "ab"}),
+        ({"banned_tokens": list(range(97))}, errors.InvalidParameter, {"name": "banned_tokens"}),
+    ):
+        name = " ".join(f"{key} {str(value)[:9]}" for key, value in extra.items())
+        yield name, {"prompt_ids": [1], "sampling": SamplingParams(extra=extra)}, error, facts
 
 
 CASES = list(engine_cases())
@@ -155,6 +172,62 @@ def test_a_bad_request_changes_nothing(engines, successor, ask, counted, fields,
     assert successor.calls == forwards
     late = engine.submit(ask(20, 4))
     assert (running.result().token_ids, late.result().token_ids) == (counted(0, 9), counted(20, 4))
+
+
+@pytest.mark.parametrize(
+    ("field", "plugin"),
+    [("presence_penalty", "penalties"), ("logit_bias", "bias"), ("min_tokens", "bias"), ("extra", "ngrams")],
+)
+def test_what_no_plugin_applies_is_refused(successor, field, plugin):
+    """The same request is taken where the plugin is there."""
+    value = {"presence_penalty": 0.5, "logit_bias": {3: 1.0}, "min_tokens": 2, "extra": {"no_repeat_ngram": 2}}[field]
+    fields = {"min_tokens": value} if field == "min_tokens" else {"sampling": SamplingParams(**{field: value})}
+    request = Request(prompt_ids=[1], max_tokens=3, **fields)
+    with Engine(successor) as engine:
+        engine.submit(request).result()
+    with Engine(successor, config={"plugins": {"disable": [plugin]}}) as engine:
+        if field == "extra":
+            caught = refused(lambda: engine.submit(request), errors.UnknownRequestKey, key="no_repeat_ngram")
+            assert "banned_tokens" in str(caught)
+        else:
+            refused(lambda: engine.submit(request), errors.UnsupportedFeature, field=field)
+
+
+class Own:
+    """A third party's sampler, for rows at temperature 0.125 alone; it reads one key of its own."""
+
+    name, is_argmax_invariant, extra = "own", False, frozenset({"own_key"})
+
+    @hookimpl
+    def register_samplers(self, register):
+        register(self)
+
+    def handles(self, params):
+        return params.temperature == 0.125
+
+    def check(self, params, vocabulary):
+        if params.extra["own_key"] != vocabulary:
+            raise errors.InvalidParameter("own_key", params.extra["own_key"], f"{vocabulary}")
+
+    def open(self, params):
+        return GreedyRows()
+
+
+def test_a_key_that_the_rows_own_sampler_does_not_read_is_refused(engines, successor, ask):
+    """Whatever other samplers read: nothing is ignored. Keys of processors are read for every row."""
+    engine = engines(successor, plugins=[Own()])
+
+    def submit(temperature, **extra):
+        return engine.submit(ask(1, 2, sampling=SamplingParams(temperature=temperature, extra=extra))).result()
+
+    assert submit(0.125, own_key=97, no_repeat_ngram=2).token_ids == (2, 3)
+    assert submit(0.0, top_n_sigma=1.0).token_ids == (2, 3)
+    refused(lambda: submit(0.125, own_key=96), errors.InvalidParameter, name="own_key", got=96)
+    caught = refused(lambda: submit(0.125, top_n_sigma=1.0), errors.UnsupportedFeature, field="top_n_sigma")
+    assert "'own'" in str(caught)
+    caught = refused(lambda: submit(0.5, own_key=97), errors.UnsupportedFeature, field="own_key")
+    assert "'categorical'" in str(caught)
+    refused(lambda: submit(0.0, own_key=97), errors.UnsupportedFeature, field="own_key")
 
 
 def test_generate_with_one_bad_request_raises_its_error(engines, successor, ask):

@@ -193,9 +193,12 @@ class Bench:
     def __init__(self, stack):
         self._stack = stack
 
-    def engine(self, model, tokenizer=None, plugins=(), positions=None, layouts=None, state_cache=None, **scheduler):
+    def engine(
+        self, model, tokenizer=None, plugins=(), positions=None, layouts=None, state_cache=None, method=(), **scheduler
+    ):
         """An engine with these settings of the scheduler, closed at the end of the test."""
         config = {"layouts": layouts or {}, "state_cache": state_cache or {"name": "none"}, "scheduler": scheduler}
+        config["method"] = dict(method)
         made = Engine(model, tokenizer, config=config, plugins=plugins, positions=positions)
         return self._stack.enter_context(made)
 

@@ -52,23 +52,27 @@ class Host:
     def __init__(self, pipeline=True):
         self.rows, self.log, self.over = [], [], {}
         self.config = SimpleNamespace(scheduler=SimpleNamespace(pipeline=pipeline))
-        self.fails = False
-        self.method = None
+        self.fails = self.constrained = False
+        self.method, self.spans = None, []
+
+    def forced(self):
+        span = self.spans.pop(0) if self.spans else ()
+        return [span] if span else ()
 
     def forward(self, caches, ids, widths, work=None):
         self.work = work
         assert ids.dtype == mx.uint32
-        assert list(widths) == [1] * len(self.rows)
+        assert list(widths) == [ids.shape[1]] * len(self.rows)
         if self.fails:
             msg = "no forward"
             raise RuntimeError(msg)
-        self.log.append(("forward", tuple(ids[:, 0].tolist())))
+        self.log.append(("forward", tuple(ids.reshape(-1).tolist())))
         return ids[..., None] + mx.zeros((1, 1, V))
 
     def settle(self, caches, ids, widths, kept):
         assert list(kept) == list(widths)
         for cache in caches:
-            cache.lengths = [length + 1 for length in cache.lengths]
+            cache.lengths = [length + widths[0] for length in cache.lengths]
 
     def sample(self, logits, live):
         for row, on in zip(self.rows, live, strict=True):
@@ -81,6 +85,7 @@ class Host:
             return False
         self.log.append(("emit", row.name, drawn.token))
         row.generated += 1
+        row.forced += drawn.forced
         row.current = drawn.token
         row.gone = row.generated >= row.max_tokens or drawn.token in row.ends
         return not row.gone
@@ -102,7 +107,7 @@ def row(name, current, max_tokens=5, ends=()):
     """A row whose first token was emitted by its prefill."""
     return Row(
         name=name, current=current, max_tokens=max_tokens, ends=ends, generated=1, sampled=1, gone=False, merged=False,
-        fed=[], fed_tainted=False,
+        fed=[], fed_tainted=False, forced=0,
     )  # fmt: skip
 
 
@@ -145,6 +150,47 @@ def test_without_the_pipeline_each_step_is_read_at_once(running):
     method.advance()
     method.advance()
     assert emitted(host, "a") == [11, 12, 13]
+
+
+def test_constrained_rows_are_read_before_the_next_step_is_built(running):
+    """Read, accept, forward, emit; without them again as ever."""
+    host, method, _ = running(row("a", 10, 6))
+    host.follow = lambda drawn: host.log.append(("accept", *(each.token for each in drawn)))
+    host.constrained = True
+    for _ in range(3):
+        method.advance()
+    assert host.log[:5] == [("forward", (10,)), ("read", (11,)), ("accept", 11), ("forward", (11,)), ("emit", "a", 11)]
+    host.constrained = False
+    method.advance()
+    assert [entry[0] for entry in host.log[-3:]] == ["forward", "read", "emit"]
+    assert emitted(host, "a") == [11, 12, 13]
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_what_must_follow_is_forwarded_with_the_last_token(running, pipeline):
+    """15.20: one forward for all of it, nothing drawn between, each delivered and counted once, in order."""
+    host, method, caches = running(row("a", 10, 20), pipeline=pipeline)
+    host.constrained, host.follow, host.spans = True, lambda drawn: None, [(), (40, 41, 42), (), (7,)]
+    (only,) = host.rows
+    for _ in range(5):
+        method.advance()
+    method.flush()
+    assert [entry[1] for entry in host.log if entry[0] == "forward"] == [(10,), (11, 40, 41, 42), (43,), (44, 7), (8,)]
+    assert emitted(host, "a") == [11, 40, 41, 42, 43, 44, 7, 8, 9]
+    assert (only.forced, only.sampled, only.generated) == (4, 10, 10)
+    assert {cache.lengths[0] for cache in caches} == {3 + len(only.fed)}
+    assert only.fed == [10, 11, 40, 41, 42, 43, 44, 7, 8]
+
+
+def test_rows_that_end_by_what_was_read_are_not_forwarded_for_more(running):
+    """11.7: where nobody is live after `follow`, no step is built."""
+    host, method, _ = running(row("a", 10, 6))
+    host.constrained = True
+    host.follow = lambda drawn: setattr(host.rows[0], "max_tokens", host.rows[0].sampled)
+    method.advance()
+    method.advance()
+    assert [entry[0] for entry in host.log] == ["forward", "read", "emit"]
+    assert host.rows == []
 
 
 @pytest.mark.parametrize("pipeline", [True, False])

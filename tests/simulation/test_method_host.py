@@ -40,6 +40,8 @@ class Tiny:
 class TinyGroup:
     """Its rows' caches, and the host that it is lent."""
 
+    window = 1
+
     def __init__(self, method, host):
         self.method, self.host, self.held = method, host, []
 

@@ -64,6 +64,7 @@ def run_all(numbers, tools):
     return table, steps
 
 
+@pytest.mark.first
 @pytest.mark.timeout(1800)
 def test_every_event_happens_in_every_phase(tools):
     """Every request settles once and as it would alone, nobody starves or stalls, and nothing is left over."""

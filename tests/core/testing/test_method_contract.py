@@ -11,6 +11,13 @@ class TestPlain(MethodContract):
     method = "plain"
 
 
+class TestSpeculative(MethodContract):
+    """With drafts wherever a token stood before, so that most of them are wrong."""
+
+    method = "speculative"
+    options = {"proposer": {"name": "ngram", "min_n": 1}, "depth": 3, "adaptive": False}  # noqa: RUF012 - as documented
+
+
 # --- twins: a method with one fault each ----------------------------------------------------------------------
 
 

@@ -38,6 +38,12 @@ def test_methods_have_a_contract_too(run):
     assert code == 0, out
 
 
+def test_processors_have_a_contract_too(run):
+    code, out = run("--oarlock-processor", "no_repeat_ngram", "--oarlock-options", '{"no_repeat_ngram": 2}')
+    assert code == 0, out
+    assert " passed" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

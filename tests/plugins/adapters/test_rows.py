@@ -34,6 +34,16 @@ def test_two_adapters_and_the_bare_model_in_one_batch_give_the_tokens_of_each_al
         assert changed >= len(row.tokens) / 2 if name else not changed
 
 
+def test_drafts_are_verified_with_each_rows_own_adapter(lora, model, folders):
+    """Windows of several tokens a row, most of them wrong."""
+    method = {"name": "speculative", "proposer": {"name": "ngram", "min_n": 1}, "depth": 3, "adaptive": False}
+    with Engine(model, config=lora.config(folders) | {"method": method}) as engine:
+        outcomes = lora.arrive(engine, lora.requests())
+        assert engine.stats()["recoveries"] == 0
+        assert engine.stats()["drafted_tokens"] > 0
+    lora.check(outcomes, lora.serial(folders))
+
+
 def test_a_quantized_model_is_adapted_likewise(lora, folders):
     """The factors stay what they are; the layer below is the quantized one."""
     with Engine(lora.build(bits=8), config=lora.config(folders)) as engine:

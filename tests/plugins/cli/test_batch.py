@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 import time
@@ -88,6 +89,28 @@ def test_a_record_holds_what_a_program_needs(tiny, invoke, files):
     assert seven["usage"]["generated_tokens"] == 4
     assert [item["token"] for item in seven["logprobs"]] == seven["token_ids"]
     assert "logprobs" not in by_id["line-2"]
+
+
+def test_a_line_may_have_a_constraint(tiny, invoke, files):
+    """Answers are what each allows; one that does not compile is that line's error."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
+    lines = [
+        {"id": "json", "prompt": "fox", "constraint": {"json_schema": {**schema, "additionalProperties": False}}},
+        {"id": "regex", "prompt": "dog", "constraint": {"regex": "[a-c]{4}"}, "temperature": 1.0, "seed": 3},
+        {"id": "free", "prompt": "the quick brown"},
+        {"id": "broken", "prompt": "dog", "constraint": {"regex": "a(b"}},
+        {"id": "unknown", "prompt": "dog", "constraint": {"rgx": "a"}},
+    ]
+    files.write(*lines)
+    invoke("batch", files.source, "-o", files.out, "--model", tiny, "--max-tokens", 60, code=1)
+    found = answers(files.out)
+    assert set(json.loads(found["json"][0])) == {"n"}
+    assert re.fullmatch("[a-c]{4}", found["regex"][0])
+    refused = errors(files.out)
+    assert set(refused) == {4, 5}
+    assert refused[4]["type"] == "InvalidConstraint"
+    assert "unclosed" in refused[4]["message"]
+    assert "did you mean 'regex'" in refused[5]["message"]
 
 
 BAD = [

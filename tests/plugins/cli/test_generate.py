@@ -46,6 +46,15 @@ def test_pieces_are_never_taken_back(tiny, invoke, solo, monkeypatch):
     assert "".join(pieces) == final + "\n"
 
 
+def test_an_answer_of_a_given_form(tiny, invoke):
+    """And what is no JSON, or names no kind of constraint, is said before an answer is begun."""
+    given = ("generate", tiny, "fox", "--raw", "--constraint")
+    assert invoke(*given, '{"choice": ["an oar", "a lock"]}').stdout in {"an oar\n", "a lock\n"}
+    assert "it is not JSON" in invoke(*given, "{choice", code=2).stderr
+    assert "one key" in invoke(*given, "[]", code=1).stderr
+    assert "did you mean 'choice'" in invoke(*given, '{"chioce": []}', code=1).stderr
+
+
 def test_raw_takes_prompts_as_they_are(tiny, invoke, solo):
     raw = invoke("generate", tiny, "fox", "--raw", *SHORT).stdout
     assert raw == solo(prompt="fox", max_tokens=12).text + "\n"

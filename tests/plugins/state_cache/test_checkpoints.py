@@ -2,6 +2,7 @@
 
 import random
 
+import attrs
 import pytest
 
 from oarlock.core import Request, SamplingParams
@@ -263,3 +264,35 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         with pytest.raises(RequestError):
             opened.submit(Request(**{**plain, "checkpoint_interval": 0}, id="a"))
         assert not opened.step()
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize("steps", [5, 9, 14, 16])
+def test_processors_and_stop_sequences_go_on_from_what_was_delivered(steps, pipeline, tmp_path):
+    """Penalties, n-grams, min_tokens, and tokens that were held back as the beginning of a stop sequence."""
+    model, rng = models.build("tiny-full"), random.Random(6)
+    asked = []
+    for row, fields in enumerate(
+        ({"repetition_penalty": 1.6}, {"frequency_penalty": 2.0, "temperature": 1.0, "seed": 4})
+    ):
+        sampling = SamplingParams(**fields, logit_bias={5: 1.0}, extra={"no_repeat_ngram": 2})
+        late = {"min_tokens": 16, "stop_token_ids": range(0, 97, 4)}
+        ask = Request(
+            prompt_ids=rng.choices(range(60), k=12), max_tokens=TOKENS, sampling=sampling, id=f"row {row}", **late
+        )
+        with engine(model) as cold:
+            said = cold.generate([ask])[0].token_ids
+        assert len(said) >= 16
+        begun = [(*said[start : start + 3], (said[start + 3] + 1) % 97) for start in (2, 6, 12)]
+        asked.append(attrs.evolve(ask, stop_sequences=begun))
+    with engine(model, pipeline=pipeline) as cold:
+        wanted = cold.generate(asked)
+    asked = [attrs.evolve(ask, checkpoint_interval=INTERVAL) for ask in asked]
+    with engine(model, tmp_path, pipeline=pipeline) as first:
+        left(first, asked, steps)
+    assert list(tmp_path.rglob("*.safetensors"))
+    with engine(model, tmp_path, pipeline=pipeline) as second:
+        results = second.generate(asked)
+    for got, want in zip(results, wanted, strict=True):
+        assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
+        assert got.usage.generated_tokens == want.usage.generated_tokens

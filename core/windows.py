@@ -1,0 +1,58 @@
+"""What a group lends a method that drafts: draws behind every token of a window, and their accounting.
+
+It accepts no draft itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from oarlock.core.contracts.method import GroupedMethod
+from oarlock.core.contracts.proposer import ProposerRows
+from oarlock.core.recording import StepLog
+from oarlock.core.row import Row
+from oarlock.core.sampling import PendingDraw, SamplerGroup
+
+if TYPE_CHECKING:
+    from oarlock.core.bind import BoundModel
+
+
+class Windows:
+    """A part of the execution group, and of `contracts.method.MethodHost`."""
+
+    bound: BoundModel
+    log: StepLog
+    _rows: list[Row]
+    _samplers: SamplerGroup
+    _method: GroupedMethod | None
+
+    @property
+    def window(self) -> int:
+        """Tokens a row of the longest forward that the open method may cut."""
+        return self._method.window if self._method is not None else 1
+
+    def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int]) -> PendingDraw:
+        """Sample behind each real token of a window."""
+        with self.log.times.spent("build"):
+            self._samplers.set_rows(self._rows)
+            return self._samplers.verify(logits, ids, widths, self.log.times)
+
+    def accept(self, widths: Sequence[int], taken: Sequence[int]) -> None:
+        """Account what each row took of a window."""
+        self._samplers.accept(taken)
+        self.log.verified_forwards += 1
+        for row, width, lines in zip(self._rows, widths, taken, strict=True):
+            row.sampled += lines
+            self.log.drafted_tokens += width - 1
+            self.log.accepted_tokens += max(0, lines - 1)
+
+    def longest_append(self, tokens: int, width: int) -> int:
+        """Return ``width``, or less where a layer's storage changes before."""
+        return self.bound.longest_append(tokens, width)
+
+    def open_proposer(self, name: str, options: Mapping[str, Any]) -> ProposerRows:
+        """Open a registered proposer."""
+        return self.bound.proposer(name, options)()
