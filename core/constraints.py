@@ -6,8 +6,9 @@ with a constraint reads first. What the masks take to be filled overlaps the for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 MAX_FORCED = 16
 """Most tokens that follow without a choice and are appended in one forward."""
+_PLAIN = SamplingParams()
+_LOOKS = ("logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "extra")
+"""What looks at a row's scores, or at its history, between two tokens."""
 
 
 @attrs.define(eq=False)
@@ -116,9 +120,9 @@ class Matcher:
             for place in range(len(draft) + 1):
                 line = self.allowed(sampled + place, width)
                 yield line
-                if place == len(draft) or not line[draft[place]] or self.follow(sampled + place, draft[place]):
+                if place == len(draft) or not line[draft[place]]:
                     break
-                if self.over:
+                if self.follow(sampled + place, draft[place]) is not None or self.over:
                     break
         except ConstraintFailed as error:
             yield error
@@ -192,28 +196,28 @@ def masked(
     the masks are awaited while it runs. A constraint that raises, or allows nothing, leaves its line as it was and its error
     in ``errors``.
     """
+    if not any(row.matcher is not None for row in rows):
+        return logits
     widths = lines.widths if lines is not None else [1] * len(rows)
-    starts = [sum(widths[:row]) for row in range(len(rows))]
+    ends = itertools.accumulate(widths)
+    firsts = [end - width for end, width in zip(ends, widths, strict=True)]  # of each row's lines
     bound = [
-        (start, width, row, row.matcher)
-        for start, width, row in zip(starts, widths, rows, strict=True)
-        if width and live[start] and row.matcher is not None
+        (place, row.matcher)
+        for place, row in enumerate(rows)
+        if row.matcher is not None and widths[place] and live[firsts[place]]
     ]
     if not bound:
         return logits
     mx.async_eval(logits)
     allowed = np.ones(logits.shape, dtype=np.bool_)  # (R, V)
-    windows: list[list[int]] = lines.ids.tolist() if lines is not None else [[]] * len(rows)  # type: ignore[assignment]
-    for start, width, row, matcher in bound:
-        draft = windows[starts.index(start)][1:width]
-        draft = draft[
-            : next((i for i, token in enumerate(draft) if token in row.stop_ids), None)
-        ]  # it would end the row
-        for place, line in enumerate(matcher.along(row.sampled, draft, logits.shape[-1])):
-            if isinstance(line, ConstraintFailed):
-                errors[start + place] = line
+    windows: Any = lines.ids.tolist() if lines is not None else [[]] * len(rows)
+    for place, matcher in bound:
+        row, draft = rows[place], _before_an_end(rows[place], windows[place][1 : widths[place]])
+        for line, mask in enumerate(matcher.along(row.sampled, draft, logits.shape[-1]), firsts[place]):
+            if isinstance(mask, ConstraintFailed):
+                errors[line] = mask
             else:
-                allowed[start + place] = line
+                allowed[line] = mask
     return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
 
 
@@ -255,12 +259,15 @@ class ReadsFirst:
 
 def _unseen(row: Row) -> bool:
     """Return whether nothing but its constraint looks at a row's scores before a token is drawn from them."""
-    params, plain = row.request.sampling, SamplingParams()
-    looked_at = ("logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "extra")
-    return not row.request.min_tokens and all(getattr(params, name) == getattr(plain, name) for name in looked_at)
+    params = row.request.sampling
+    return not row.request.min_tokens and all(getattr(params, name) == getattr(_PLAIN, name) for name in _LOOKS)
 
 
 def _span(row: Row, matcher: Matcher) -> list[int]:
     """Return what must follow, up to an end token, and at least one token short of the row's limit."""
-    ahead = matcher.ahead(row.sampled)[: max(0, min(MAX_FORCED, row.max_tokens - row.sampled - 1))]
-    return ahead[: next((i for i, token in enumerate(ahead) if token in row.stop_ids), None)]
+    return _before_an_end(row, matcher.ahead(row.sampled)[: max(0, min(MAX_FORCED, row.max_tokens - row.sampled - 1))])
+
+
+def _before_an_end(row: Row, tokens: list[int]) -> list[int]:
+    """Return tokens up to the first that would end the row."""
+    return tokens[: next((i for i, token in enumerate(tokens) if token in row.stop_ids), None)]

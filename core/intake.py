@@ -49,7 +49,6 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
         _check_ids(sequence, "stop_sequences", bound.vocabulary)
     _check_ids(sorted(request.sampling.logit_bias or ()), "logit_bias", bound.vocabulary)
     stop, include, least = request.stop, request.include_stop, request.min_tokens
-    sequences = StopSequences(request.stop_sequences, include=include, min_tokens=least)
     eos = frozenset() if request.ignore_eos or tokenizer is None else frozenset(tokenizer.eos_token_ids)
     seed = request.sampling.seed
     return Row(
@@ -67,7 +66,9 @@ def admit_request(request: Request, bound: BoundModel, tokenizer: Tokenizer | No
         # Compiled here: what cannot be is refused like any other field, and no running row waits for it.
         matcher=open_matcher(request, request.id or name, bound.plugins, tokenizer),
         text=TextStream(tokenizer.decode, stop, include, least) if tokenizer is not None else None,
-        sequences=sequences if request.stop_sequences else None,
+        sequences=StopSequences(request.stop_sequences, include=include, min_tokens=least)
+        if request.stop_sequences
+        else None,
     )
 
 

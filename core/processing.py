@@ -23,6 +23,11 @@ def in_order(processors: Iterable[Processor]) -> tuple[Processor, ...]:
     return tuple(sorted(processors, key=operator.attrgetter("name")))
 
 
+def same(rows: Sequence[Row], others: Sequence[Row]) -> bool:
+    """Return whether these are the same rows in the same order."""
+    return len(rows) == len(others) and all(map(operator.is_, rows, others))
+
+
 def seen_by_processors(row: Row) -> ProcessedRow:
     """Return what processors learn of a row."""
     return ProcessedRow(
@@ -106,7 +111,7 @@ class ProcessorGroup:
 
     def set_rows(self, rows: Sequence[Row]) -> None:
         """Open for ``rows`` in this order, unless it is open for them already. Nothing of theirs may be unread."""
-        if len(rows) == len(self._rows) and all(map(operator.is_, rows, self._rows)):
+        if same(rows, self._rows):
             return
         self._rows, self._opened, self._failed = list(rows), [], {}
         seen = [seen_by_processors(row) for row in rows]
@@ -160,9 +165,9 @@ class ProcessorGroup:
         if not self.active:
             return logits
         blamed: Errors = [self._failed.get(place) for place in range(len(self._rows))]
-        of = range(len(self._rows)) if lines is None else lines.whose
+        of, drafted = (range(len(self._rows)), None) if lines is None else (lines.whose, lines.drafted)
         for opened in self._opened:
-            logits = opened.apply(logits, blamed, of, lines.drafted if lines is not None else None)
+            logits = opened.apply(logits, blamed, of, drafted)
         for line, place in enumerate(of):
             errors[line] = errors[line] or blamed[place]
         return logits

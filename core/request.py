@@ -18,11 +18,13 @@ MAX_LOGPROBS = 20
 """Most alternatives per token that `SamplingParams.logprobs` may ask for."""
 
 
-def _whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Return whether this is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether this is a finite number; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -46,7 +48,7 @@ def _bias(value: Mapping[Any, Any] | None) -> Mapping[int, float] | None:
         text = str(key)
         if isinstance(key, bool) or not text.isdecimal():
             raise errors.InvalidParameter("logit_bias key", key, "token ids, as integers or decimal strings")
-        _require(_number(amount), f"logit_bias[{text}]", amount, "finite numbers")
+        _require(is_number(amount), f"logit_bias[{text}]", amount, "finite numbers")
         bias[int(text)] = float(amount)
     return MappingProxyType(bias)
 
@@ -75,28 +77,28 @@ class SamplingParams:
     extra: Mapping[str, Any] = attrs.field(factory=dict, converter=_frozen_mapping)
 
     def __attrs_post_init__(self) -> None:
-        if not (_number(self.temperature) and self.temperature >= 0):
+        if not (is_number(self.temperature) and self.temperature >= 0):
             raise errors.InvalidTemperature("temperature", self.temperature, "finite numbers >= 0 (0 is greedy)")
-        if not (_number(self.top_p) and 0 < self.top_p <= 1):
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise errors.InvalidTopP("top_p", self.top_p, "numbers in (0, 1]")
-        _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "whole numbers >= 0 (0 is off)")
-        _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "numbers in [0, 1]")
+        _require(is_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "whole numbers >= 0 (0 is off)")
+        _require(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "numbers in [0, 1]")
         _require(
-            self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**64),
+            self.seed is None or (is_whole(self.seed) and 0 <= self.seed < 2**64),
             "seed",
             self.seed,
             "whole numbers from 0 to 2**64 - 1, or None",
         )
         _require(
-            _number(self.repetition_penalty) and self.repetition_penalty > 0,
+            is_number(self.repetition_penalty) and self.repetition_penalty > 0,
             "repetition_penalty",
             self.repetition_penalty,
             "numbers > 0 (1 is off)",
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(_number(getattr(self, name)), name, getattr(self, name), "finite numbers (0 is off)")
+            _require(is_number(getattr(self, name)), name, getattr(self, name), "finite numbers (0 is off)")
         _require(
-            self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            self.logprobs is None or (is_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             "logprobs",
             self.logprobs,
             f"whole numbers from 0 to {MAX_LOGPROBS}, or None",
@@ -115,7 +117,7 @@ def _tokens(value: Sequence[int] | None) -> tuple[int, ...] | None:
     _require(isinstance(whole, Sequence), "prompt_ids", value, "sequences of whole numbers")
     ids = tuple(whole)
     for position, token in enumerate(ids):
-        if not _whole(token):
+        if not is_whole(token):
             place = f"prompt_ids[{position}]"
             raise errors.InvalidParameter(place, token, "whole numbers")
     return ids
@@ -137,7 +139,7 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     _require(isinstance(value, int | Sequence), "stop_token_ids", value, "token ids, alone or in a list")
     ids = (value,) if isinstance(value, int) else tuple(value)
     for token in ids:
-        _require(_whole(token) and token >= 0, "stop_token_ids", token, "token ids")
+        _require(is_whole(token) and token >= 0, "stop_token_ids", token, "token ids")
     return ids
 
 
@@ -151,7 +153,7 @@ def _sequences(value: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], 
             sequence,
             allowed,
         )
-        _require(all(_whole(token) and token >= 0 for token in sequence), name, sequence, allowed)
+        _require(all(is_whole(token) and token >= 0 for token in sequence), name, sequence, allowed)
     return tuple(tuple(sequence) for sequence in value or ())
 
 
@@ -204,10 +206,10 @@ class Request:
         _require(len(given) == 1, "prompt", given, "exactly one of prompt_ids, prompt, messages")
         _require(self.prompt is None or isinstance(self.prompt, str), "prompt", self.prompt, "strings")
         _require(self.messages is None or _conversation(self.messages), "messages", self.messages, "lists of mappings")
-        if not (self.max_tokens is None or (_whole(self.max_tokens) and self.max_tokens >= 1)):
+        if not (self.max_tokens is None or (is_whole(self.max_tokens) and self.max_tokens >= 1)):
             raise errors.InvalidMaxTokens("max_tokens", self.max_tokens, "whole numbers >= 1, or None")
         _require(
-            _whole(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or math.inf),
+            is_whole(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or math.inf),
             "min_tokens",
             self.min_tokens,
             "whole numbers from 0 to max_tokens",
@@ -215,7 +217,7 @@ class Request:
         _require(isinstance(self.sampling, SamplingParams), "sampling", self.sampling, "SamplingParams")
         for name in ("prefill_chunk", "checkpoint_interval"):
             value = getattr(self, name)
-            _require(value is None or (_whole(value) and value >= 1), name, value, "whole numbers >= 1, or None")
+            _require(value is None or (is_whole(value) and value >= 1), name, value, "whole numbers >= 1, or None")
         for name in ("include_stop", "ignore_eos", "reuse_prefix", "compiled"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True, False")
         for name in ("method", "adapter", "session"):
@@ -225,7 +227,7 @@ class Request:
         named = isinstance(self.constraint, Mapping) and [type(key) for key in self.constraint] == [str]
         allowed = "mappings with one key, the name of a registered constraint"
         _require(self.constraint is None or named, "constraint", self.constraint, allowed)
-        _require(_whole(self.priority), "priority", self.priority, "whole numbers")
+        _require(is_whole(self.priority), "priority", self.priority, "whole numbers")
         _require(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "non-empty strings")
 
     @classmethod

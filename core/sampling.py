@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from oarlock.core.contracts.method import Draw, Drawn
 from oarlock.core.contracts.sampler import Processor, Sampler, SamplerRows
 from oarlock.core.errors import UnsupportedFeature
 from oarlock.core.lines import Lines
-from oarlock.core.processing import ProcessorGroup
+from oarlock.core.processing import ProcessorGroup, same
 from oarlock.core.recording import Times
 from oarlock.core.request import SamplingParams
 from oarlock.core.result import Logprob
@@ -122,17 +121,19 @@ class SamplerGroup:
         self._opened: SamplerRows | None = None
         self._words: mx.array | None = None
         self._wants: list[int | None] = []
+        self._next: Sequence[tuple[int, int]] = ()  # the lines of a step: each row's next token
         self._draws = True
         self._drawn: mx.array | None = None  # (B, W), of a window that nobody has taken yet
 
     def set_rows(self, rows: Sequence[Row]) -> None:
         """Open for ``rows`` in this order, unless it is open for them already."""
         self._processors.set_rows(rows)
-        if len(rows) == len(self._rows) and all(map(operator.is_, rows, self._rows)):
+        if same(rows, self._rows):
             return
         self._rows = list(rows)
         self._words = mx.array([key_words(row.seed) for row in rows], dtype=mx.uint32) if rows else None  # (B, 2)
         self._wants = [row.request.sampling.logprobs for row in rows]
+        self._next = [(row, 0) for row in range(len(rows))]
         self._opened, self._draws = None, True
         params = [row.request.sampling for row in rows]
         if rows and self._vectorised:
@@ -174,7 +175,7 @@ class SamplerGroup:
 
         Without ``lines``, line i is row i's next token.
         """
-        places = lines.places if lines is not None else [(row, 0) for row in range(len(self._rows))]
+        places = lines.places if lines is not None else self._next
         errors: list[BaseException | None] = [None] * len(places)
         keys, scores = self._keys(places, lines), self._processors.apply(logits, errors, lines)
         scores = masked(self._rows, scores, live, errors, lines)  # last: nothing gives back what a constraint forbids
@@ -192,7 +193,7 @@ class SamplerGroup:
             best=mx.max(scores, axis=-1),  # NaN where any score is, and minus infinity only where all are
             real=real,
             errors=errors,
-            wants=[self._wants[row] for row, _ in places],
+            wants=self._wants if lines is None else [self._wants[row] for row in lines.whose],
             times=times or Times(),
         )
         self._add_logprobs(draw, logits)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import structlog
 
-from oarlock.core.contracts.composition import SurrenderingCache, restored
+from oarlock.core.contracts.composition import SurrenderingCache, on_every_layer, restored
 from oarlock.core.contracts.layout import BatchCache, RowState
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.row import Row
@@ -104,16 +104,12 @@ def add_row(
         if restored is not None and window == 1:
             return list(restored)
         caches = bound.open_caches(slots=1, window=window)
-    done: list[BatchCache] = []
-    try:
-        for layer, cache in enumerate(caches):
-            if restored is None:
-                cache.add(1)
-            else:
-                cache.join(restored[layer], [place])
-            done.append(cache)
-    except Exception:
-        for cache in done:
-            cache.keep(range(place))
-        raise
+
+    def add(layer: int, cache: BatchCache) -> None:
+        if restored is None:
+            cache.add(1)
+        else:
+            cache.join(restored[layer], [place])
+
+    on_every_layer(caches, place, add)
     return caches

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oarlock.core.errors import InvalidConfigValue
+from oarlock.core.request import is_number
 
 Parse = Callable[[str, Any], Any]
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -26,10 +27,6 @@ def _rule(ok: Callable[[Any], bool], allowed: str, convert: Callable[[Any], Any]
     return parse
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def whole(minimum: int) -> Parse:
     """Return a rule for whole numbers from ``minimum``; True is none."""
     return _rule(lambda value: type(value) is int and value >= minimum, f"whole numbers >= {minimum}")
@@ -43,7 +40,7 @@ def auto_whole(minimum: int) -> Parse:
 
 def at_least(minimum: float) -> Parse:
     """Return a rule for finite numbers from ``minimum``, kept as floats."""
-    return _rule(lambda value: _number(value) and value >= minimum, f"finite numbers >= {minimum:g}", float)
+    return _rule(lambda value: is_number(value) and value >= minimum, f"finite numbers >= {minimum:g}", float)
 
 
 def one_of(*allowed: str) -> Parse:
@@ -51,7 +48,7 @@ def one_of(*allowed: str) -> Parse:
     return _rule(lambda value: isinstance(value, str) and value in allowed, ", ".join(map(repr, allowed)))
 
 
-floor = _rule(lambda value: _number(value) and value >= 1, "numbers >= 1 (rounded down)", math.floor)
+floor = _rule(lambda value: is_number(value) and value >= 1, "numbers >= 1 (rounded down)", math.floor)
 flag = _rule(lambda value: isinstance(value, bool), "true, false")
 auto_flag = _rule(lambda value: isinstance(value, bool) or value == "auto", '"auto", true, false')
 text = _rule(lambda value: isinstance(value, str), "strings")

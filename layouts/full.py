@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import LayerInfo, RowState
-from oarlock.layouts.masks import causal
+from oarlock.layouts.masks import shared_mask
 from oarlock.layouts.planes import PlainPlanes, Planes, column_bytes, grown, round_up
-from oarlock.layouts.rowwise import RowwiseKeyValues, shared_mask, worth
+from oarlock.layouts.rowwise import RowwiseKeyValues, worth
 from oarlock.layouts.slots import SlotCache
 from oarlock.layouts.traced import TracedColumns
 
@@ -36,7 +36,7 @@ class LeftAligned(SlotCache):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Return the mask of the coming forward; models ask before the append."""
-        return causal(self._starts, N, window_size, return_array)
+        return shared_mask(self._starts, N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append ``[B, H, N, D]`` at each row's own position and return columns 0 to max(starts) + N - 1."""
@@ -102,10 +102,6 @@ class FullCache(PlainPlanes, LeftAligned):
         """Open without rows; ``slots`` are reserved at the first write."""
         super().__init__(slots)
         self._reads = reads
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """Return the mask of the coming forward; models ask before the append."""
-        return shared_mask(self._starts, N, window_size, return_array)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return what the last append returned: planes, or handles where rows are better read one by one."""

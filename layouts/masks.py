@@ -26,6 +26,12 @@ def causal(starts: Positions, width: int, window: int | None, as_array: bool) ->
     return mask
 
 
+def shared_mask(starts: Positions, width: int, window: int | None, as_array: bool) -> mx.array | str | None:
+    """Return `causal`, the same object for all layers of a forward: so attention knows it again."""
+    key = ("causal", width, window, as_array and starts.equal)
+    return starts.shared(key, lambda: causal(starts, width, window, as_array))
+
+
 def of_row(mask: mx.array, row: int, width: int, tokens: int) -> mx.array:
     """Return the part of a mask, broadcastable to ``[B, heads, N, S]``, that is one row's first columns."""
     if mask.ndim == 4 and mask.shape[0] > 1:

@@ -17,6 +17,7 @@ from oarlock.core.contracts.layout import BatchCache, LayerInfo, Positions, RowS
 from oarlock.layouts.blocks import Blocks, Share
 from oarlock.layouts.joins import check_cut, check_room, check_slots
 from oarlock.layouts.library import Library
+from oarlock.layouts.masks import shared_mask
 from oarlock.layouts.pages import PagedOptions, PagedState, Pages, attends, bytes_of, format_of
 from oarlock.layouts.planes import NamedPlanes, Planes
 from oarlock.layouts.reads import RowReads
@@ -53,7 +54,7 @@ class PagedCache(NamedPlanes):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Return the mask of the coming forward; models ask before the append."""
-        return self._opened.causal(N, window_size, return_array)
+        return shared_mask(self._opened.starts, N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append ``[B, H, N, D]``, each row into its own blocks, and return columns 0 to max(starts) + N - 1."""

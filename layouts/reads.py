@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from oarlock.layouts.masks import of_row
+from oarlock.layouts.masks import of_row, shared_mask
 from oarlock.layouts.packed import attended, multiplies
 from oarlock.layouts.pages import Pages
 from oarlock.layouts.planes import Planes
@@ -41,7 +41,7 @@ class RowReads:
         """Attention of ``queries`` [B, heads, N, D]; columns beyond a row's own are never looked at."""
         plan = self._plan
         plain = mask is None or isinstance(mask, str)
-        if mask is plan.mask and mask is not None:
+        if mask is shared_mask(plan.starts, plan.width, None, as_array=False) and not plain:
             plain, mask = True, "causal"
         seen: dict[int, mx.array] = {}
         for prefix in plan.prefixes() if plain and plan.width <= MERGED_WIDTH else ():

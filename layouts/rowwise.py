@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from oarlock.core.contracts.layout import Positions
-from oarlock.layouts.masks import causal, of_row
+from oarlock.layouts.masks import of_row, shared_mask
 from oarlock.layouts.packed import attended
 
 SPARED: Mapping[Any, int] = {mx.cpu: 1 << 15, mx.gpu: 1 << 20}
@@ -20,12 +20,6 @@ def worth(starts: Positions, column_bytes: int) -> bool:
     """Return whether rows at ``starts`` are read one by one: the padding left out takes longer than the dispatches."""
     columns = starts.shared("padding", lambda: len(starts) * starts.longest - sum(starts))
     return columns * column_bytes > len(starts) * SPARED[mx.default_device().type]
-
-
-def shared_mask(starts: Positions, width: int, window: int | None, as_array: bool) -> mx.array | str | None:
-    """Return `masks.causal`, the same object for all layers of a forward: so attention knows it again."""
-    key = ("causal", width, window, as_array and starts.equal)
-    return starts.shared(key, lambda: causal(starts, width, window, as_array))
 
 
 class RowwiseKeyValues:

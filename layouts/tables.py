@@ -15,7 +15,6 @@ import numpy as np
 
 from oarlock.core.contracts.layout import Positions
 from oarlock.layouts.blocks import Arrangement, Blocks, Ids, Share, first_of
-from oarlock.layouts.masks import causal
 
 NONE = np.zeros(0, np.int32)
 
@@ -115,8 +114,6 @@ class Plan:
         self.opened: list[int] = []
         """Rows whose last block is new: what it held before is still there."""
         self.rows = self._grown()
-        self.mask: mx.array | None = None
-        self._masked, self._serial = -1, ""
         self._arrangement: Arrangement | None = None
         self._arrays: dict[str, Any] = {}
         blocks.note(self._apart())
@@ -213,16 +210,6 @@ class Plan:
     def spacing(self) -> tuple[int, int] | None:
         """Return (first, step) where rows of one length lie at equal distances, each side by side: no copy to read."""
         return self._once("spacing", self._spacing)  # type: ignore[no-any-return]
-
-    def causal(self, width: int, window: int | None, as_array: bool) -> mx.array | str | None:
-        """Return the mask of `full`, made once for all layers; `mask` is the one without a window."""
-        if window is not None or as_array:
-            return causal(self.starts, width, window, as_array)
-        if self._masked != width:
-            made = causal(self.starts, width, None, False)
-            self._masked = width
-            self.mask, self._serial = (made, "") if isinstance(made, mx.array) else (None, made or "")
-        return self.mask if self.mask is not None else self._serial or None
 
     def _apart(self) -> int:
         """Return how many blocks are gathered to be read: of rows not side by side, without what is read for several."""

@@ -13,6 +13,7 @@ import attrs
 import mlx.core as mx
 
 from oarlock.core import hookimpl
+from oarlock.core.contracts.composition import on_every_layer
 
 if TYPE_CHECKING:
     from oarlock.core.contracts.layout import BatchCache
@@ -107,15 +108,7 @@ class DraftModelRows:
         if not new:
             return
         caches = self._caches or self._companion.open_caches(window=DEEPEST)
-        added: list[BatchCache] = []
-        try:
-            for cache in caches:
-                cache.add(len(new))
-                added.append(cache)
-        except Exception:
-            for cache in added:
-                cache.keep(range(len(self._rows)))
-            raise
+        on_every_layer(caches, len(self._rows), lambda _, cache: cache.add(len(new)))
         self._caches = caches
         self._rows += new
 

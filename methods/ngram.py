@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from oarlock.core import hookimpl
+from oarlock.core.request import is_whole
 
 if TYPE_CHECKING:
     from oarlock.core.row import Row
@@ -32,7 +33,7 @@ class NgramOptions:
     def __attrs_post_init__(self) -> None:
         for name in ("min_n", "max_n"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value) or value < 1:
                 msg = f"{name} is {value!r}; whole numbers of tokens, 1 or more, are allowed"
                 raise ValueError(msg)
         if self.min_n > self.max_n:

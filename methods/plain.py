@@ -14,6 +14,7 @@ import attrs
 import mlx.core as mx
 
 from oarlock.core import hookimpl
+from oarlock.core.contracts.composition import on_every_layer
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, MethodHost
 from oarlock.core.row import Row
@@ -143,15 +144,8 @@ class PlainDecoding:
 
 def _join_all(caches: Sequence[BatchCache], joiner: Sequence[BatchCache], place: int) -> None:
     """Put one row behind the others on every layer, or on none."""
-    done: list[BatchCache] = []
-    try:
-        for cache, other in zip(caches, joiner, strict=True):
-            cache.join(other, [place])
-            done.append(cache)
-    except Exception:
-        for cache in done:
-            cache.keep(range(place))
-        raise
+    pairs = list(zip(caches, joiner, strict=True))
+    on_every_layer(caches, place, lambda layer, cache: cache.join(pairs[layer][1], [place]))
 
 
 @attrs.frozen

@@ -16,6 +16,7 @@ import structlog
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, MethodHost
+from oarlock.core.request import is_whole
 from oarlock.core.row import Row
 from oarlock.methods.depths import Depths, Fixed
 from oarlock.methods.plain import PlainDecoding
@@ -36,7 +37,7 @@ class SpeculativeOptions:
     adaptive: bool = True
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 0:
+        if not is_whole(self.depth) or self.depth < 0:
             msg = f"depth is {self.depth!r}; whole numbers of drafts, 0 or more, are allowed"
             raise ValueError(msg)
         if not isinstance(self.adaptive, bool):

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from oarlock.core import errors, hookimpl
+from oarlock.core.request import is_whole
 
 if TYPE_CHECKING:
     from oarlock.core.contracts.sampler import Drafted, ProcessedRow, Processor
@@ -73,7 +74,7 @@ class Bias:
         if not isinstance(banned, Sequence) or isinstance(banned, str):
             raise errors.InvalidParameter(BANNED, banned, allowed)
         for token in banned:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
+            if not is_whole(token) or not 0 <= token < vocabulary:
                 raise errors.InvalidParameter(BANNED, token, allowed)
         if len(set(banned)) == vocabulary:
             raise errors.InvalidParameter(BANNED, f"all {vocabulary} ids", allowed)

@@ -40,11 +40,11 @@ def per_row(name: str, make: Callable[[Any], RowFunction], *, is_argmax_invarian
     return PerRow(name, make, is_argmax_invariant)
 
 
-class CallableRows:
+class CallableRows(Histories):
     """Rows with a function each."""
 
     def __init__(self, rows: Sequence[ProcessedRow], functions: Sequence[RowFunction]) -> None:
-        self._histories = Histories(rows)
+        super().__init__(rows)
         self._functions = list(functions)
 
     def apply(self, logits: mx.array, rows: mx.array | None = None, drafted: Drafted | None = None) -> mx.array:
@@ -52,24 +52,16 @@ class CallableRows:
         owners: Any = range(logits.shape[0]) if rows is None else rows.tolist()
         lines = mx.concatenate([self._line(i, row, logits[i : i + 1], drafted) for i, row in enumerate(owners)])
         # Else tokens that no function reads would pile up.
-        result: mx.array = mx.depends([lines], [self._histories.tokens])[0]
+        result: mx.array = mx.depends([lines], [self.tokens])[0]
         return result
-
-    def push(self, tokens: mx.array, counts: Sequence[int]) -> None:
-        """Append drawn tokens to the histories."""
-        self._histories.push(tokens, counts)
-
-    def rollback(self, counts: Sequence[int]) -> None:
-        """Forget the last pushed tokens."""
-        self._histories.rollback(counts)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Make old row ``indices[i]`` the new row i."""
-        self._histories.keep(indices)
+        super().keep(indices)
         self._functions = [self._functions[i] for i in indices]
 
     def _line(self, line: int, row: int, scores: mx.array, drafted: Drafted | None) -> mx.array:
-        tokens = self._histories.line(row)  # (N,)
+        tokens = self.line(row)  # (N,)
         if drafted is not None:
             tokens = mx.concatenate([tokens, drafted.tokens[line, : drafted.counts[line]].astype(mx.uint32)])
         result = self._functions[row](tokens, scores)

@@ -42,7 +42,7 @@ class Past:
 
 
 class Histories:
-    """The tokens of opened rows; their lengths are known on the host."""
+    """The tokens of opened rows; their lengths are known on the host. Processors of rows that remember are made of it."""
 
     def __init__(self, rows: Sequence[ProcessedRow]) -> None:
         self._prompts = [len(row.prompt) for row in rows]

@@ -23,6 +23,7 @@ import attrs
 import mlx.core as mx
 
 from oarlock.core import errors
+from oarlock.core.request import is_number
 
 if TYPE_CHECKING:
     from oarlock.core.request import SamplingParams
@@ -47,17 +48,13 @@ def check(params: SamplingParams) -> None:
         if key not in params.extra:
             continue
         value = params.extra[key]
-        if not (_number(value) and 0 < value <= most):
+        if not (is_number(value) and 0 < value <= most):
             allowed = "finite numbers > 0" if most == math.inf else f"numbers above 0 and up to {most:g}"
             raise errors.InvalidParameter(key, value, allowed)
         if key != SIGMA and params.greedy:
             raise errors.InvalidParameter("temperature", params.temperature, f"numbers > 0 beside {key}")
     if THRESHOLD in params.extra and PROBABILITY not in params.extra:
         raise errors.InvalidParameter(PROBABILITY, None, f"numbers above 0 and up to 1 beside {THRESHOLD}")
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @attrs.frozen(kw_only=True)

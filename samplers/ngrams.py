@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from oarlock.core import errors, hookimpl
+from oarlock.core.request import is_whole
 from oarlock.samplers.histories import Histories, at_most, tally
 
 if TYPE_CHECKING:
@@ -22,16 +23,16 @@ OARLOCK_API = 1
 KEY = "no_repeat_ngram"
 
 
-class NgramRows:
+class NgramRows(Histories):
     """Rows that repeat no n-gram, each with its own n."""
 
     def __init__(self, rows: Sequence[ProcessedRow]) -> None:
-        self._histories = Histories(rows)
+        super().__init__(rows)
         self._n = [row.params.extra[KEY] for row in rows]
 
     def apply(self, logits: mx.array, rows: mx.array | None = None, drafted: Drafted | None = None) -> mx.array:
         """Return the scores, minus infinity for tokens that would repeat an n-gram."""
-        past, size = self._histories.lines(rows, drafted), logits.shape[-1]
+        past, size = self.lines(rows, drafted), logits.shape[-1]
         n = mx.array(self._n, dtype=mx.int32)[:, None]
         n = n if rows is None else n[rows]  # (R, 1)
         repeats = past.real & (
@@ -46,17 +47,9 @@ class NgramRows:
         banned = mx.where(tally(ids, repeats, size) > 0, mx.array(-math.inf, dtype=logits.dtype), scores)
         return mx.put_along_axis(logits, ids, banned, axis=-1)
 
-    def push(self, tokens: mx.array, counts: Sequence[int]) -> None:
-        """Append drawn tokens to the histories."""
-        self._histories.push(tokens, counts)
-
-    def rollback(self, counts: Sequence[int]) -> None:
-        """Forget the last pushed tokens."""
-        self._histories.rollback(counts)
-
     def keep(self, indices: Sequence[int]) -> None:
         """Make old row ``indices[i]`` the new row i."""
-        self._histories.keep(indices)
+        super().keep(indices)
         self._n = [self._n[i] for i in indices]
 
 
@@ -71,7 +64,7 @@ class Ngrams:
     def check(self, params: SamplingParams, vocabulary: int) -> None:
         """Raise where n is no length of an n-gram."""
         n = params.extra[KEY]
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST:
+        if not is_whole(n) or not 1 <= n <= MOST:
             raise errors.InvalidParameter(KEY, n, f"whole numbers from 1 to {MOST}")
 
     def handles(self, row: ProcessedRow) -> bool:

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 OARLOCK_API = 1
 
 
-class PenaltyRows:
+class PenaltyRows(Histories):
     """Rows with penalties; one that a row does not ask for leaves its scores as they are, bit for bit."""
 
     def __init__(self, rows: Sequence[ProcessedRow]) -> None:
-        self._histories = Histories(rows)
+        super().__init__(rows)
         self._set([row.params for row in rows])
 
     def apply(self, logits: mx.array, rows: mx.array | None = None, drafted: Drafted | None = None) -> mx.array:
         """Return the scores after the penalties."""
-        past, size = self._histories.lines(rows, drafted), logits.shape[-1]
+        past, size = self.lines(rows, drafted), logits.shape[-1]
         repetition, presence, frequency = (
             each if rows is None else each[rows] for each in (self._repetition, self._presence, self._frequency)
         )  # (R, 1)
@@ -48,17 +48,9 @@ class PenaltyRows:
             scores = mx.where(counts > 0, scores - presence - frequency * counts, scores)
         return mx.put_along_axis(logits, ids, scores.astype(logits.dtype), axis=-1)
 
-    def push(self, tokens: mx.array, counts: Sequence[int]) -> None:
-        """Append drawn tokens to the histories."""
-        self._histories.push(tokens, counts)
-
-    def rollback(self, counts: Sequence[int]) -> None:
-        """Forget the last pushed tokens."""
-        self._histories.rollback(counts)
-
     def keep(self, indices: Sequence[int]) -> None:
         """Make old row ``indices[i]`` the new row i."""
-        self._histories.keep(indices)
+        super().keep(indices)
         self._set([self._params[i] for i in indices])
 
     def _set(self, params: Sequence[SamplingParams]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
@@ -82,6 +82,19 @@ def restored(layers: Sequence[BoundLayer], states: Sequence[RowState], tokens: i
     for cache in caches if tokens else ():
         cache.cut(tokens)
     return tokens, caches if tokens else []
+
+
+def on_every_layer(caches: Iterable[BatchCache], rows: int, add: Callable[[int, BatchCache], None]) -> None:
+    """Call ``add(layer, cache)``, which puts rows behind the ``rows`` there are, for every cache, or have none of them kept."""
+    done: list[BatchCache] = []
+    try:
+        for layer, cache in enumerate(caches):
+            add(layer, cache)
+            done.append(cache)
+    except Exception:
+        for cache in done:
+            cache.keep(range(rows))
+        raise
 
 
 def described(layers: Sequence[BoundLayer]) -> str:

@@ -120,6 +120,17 @@ def check(key, sampling, results, opened):
     return stats["accepted_tokens"], stats["drafted_tokens"]
 
 
+def check_companies(arrival, key, sampling, method, plugin):
+    """One, two and five rows, at once and one by one: some drafts are right and some are wrong."""
+    accepted = drafted = 0
+    for rows, every in ((1, 0), (2, 1), (5, 2)):
+        with engine(key, method, [plugin], prefill_chunk=5) as opened:
+            results = arrival(opened, requests(key, SAMPLING[sampling], rows), every)
+            right, made = check(key, sampling, results, opened)
+            accepted, drafted = accepted + right, drafted + made
+    assert 0 < accepted < drafted
+
+
 def oracle(key, sampling, **options):
     answers = dict(zip(prompts(key), alone(key, sampling)[0], strict=True))
     return Oracle(answers=answers, vocabulary=vocabulary(key), **options)
@@ -194,13 +205,7 @@ def test_the_oracles_drafts_change_no_token(arrival, key, sampling):
 def test_drafts_from_the_text_change_no_token(arrival, key, sampling):
     """The proposer `ngram`, from single tokens on, in texts of few words: it is often right and often wrong."""
     method = {"name": "speculative", "proposer": {"name": "ngram", "min_n": 1}, "depth": DEPTH, "adaptive": False}
-    accepted = drafted = 0
-    for rows, every in ((1, 0), (2, 1), (5, 2)):
-        with engine(key, method, [Few()], prefill_chunk=5) as opened:
-            results = arrival(opened, requests(key, SAMPLING[sampling], rows), every)
-            right, made = check(key, sampling, results, opened)
-            accepted, drafted = accepted + right, drafted + made
-    assert 0 < accepted < drafted
+    check_companies(arrival, key, sampling, method, Few())
 
 
 class Noisy:
@@ -229,10 +234,4 @@ def test_a_models_drafts_change_no_token(arrival, key, sampling):
     """The proposer `draft_model`, of the same kind as the model: its own caches turn, pack and keep states as well."""
     proposer = {"name": "draft_model", "model": key}
     method = {"name": "speculative", "proposer": proposer, "depth": DEPTH, "adaptive": False}
-    accepted = drafted = 0
-    for rows, every in ((1, 0), (2, 1), (5, 2)):
-        with engine(key, method, [Noisy()], prefill_chunk=5) as opened:
-            results = arrival(opened, requests(key, SAMPLING[sampling], rows), every)
-            right, made = check(key, sampling, results, opened)
-            accepted, drafted = accepted + right, drafted + made
-    assert 0 < accepted < drafted
+    check_companies(arrival, key, sampling, method, Noisy())
