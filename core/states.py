@@ -105,11 +105,8 @@ def add_row(
             return list(restored)
         caches = bound.open_caches(slots=1, window=window)
 
-    def add(layer: int, cache: BatchCache) -> None:
-        if restored is None:
-            cache.add(1)
-        else:
-            cache.join(restored[layer], [place])
-
-    on_every_layer(caches, place, add)
+    if restored is None:
+        on_every_layer(caches, place, lambda cache, count: cache.add(count), [1] * len(caches))
+    else:
+        on_every_layer(caches, place, lambda cache, state: cache.join(state, [place]), restored)
     return caches

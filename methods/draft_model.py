@@ -108,7 +108,7 @@ class DraftModelRows:
         if not new:
             return
         caches = self._caches or self._companion.open_caches(window=DEEPEST)
-        on_every_layer(caches, len(self._rows), lambda _, cache: cache.add(len(new)))
+        on_every_layer(caches, len(self._rows), lambda cache, count: cache.add(count), [len(new)] * len(caches))
         self._caches = caches
         self._rows += new
 

@@ -144,8 +144,7 @@ class PlainDecoding:
 
 def _join_all(caches: Sequence[BatchCache], joiner: Sequence[BatchCache], place: int) -> None:
     """Put one row behind the others on every layer, or on none."""
-    pairs = list(zip(caches, joiner, strict=True))
-    on_every_layer(caches, place, lambda layer, cache: cache.join(pairs[layer][1], [place]))
+    on_every_layer(caches, place, lambda cache, other: cache.join(other, [place]), joiner)
 
 
 @attrs.frozen

@@ -84,12 +84,17 @@ def restored(layers: Sequence[BoundLayer], states: Sequence[RowState], tokens: i
     return tokens, caches if tokens else []
 
 
-def on_every_layer(caches: Iterable[BatchCache], rows: int, add: Callable[[int, BatchCache], None]) -> None:
-    """Call ``add(layer, cache)``, which puts rows behind the ``rows`` there are, for every cache, or have none of them kept."""
+def on_every_layer(
+    caches: Sequence[BatchCache], rows: int, add: Callable[[BatchCache, Any], None], given: Sequence[Any]
+) -> None:
+    """Call ``add(cache, given[layer])``, which puts rows behind the ``rows`` there are, on all layers or on none.
+
+    ``add`` must not close over caches: an error that somebody keeps would keep them too.
+    """
     done: list[BatchCache] = []
     try:
-        for layer, cache in enumerate(caches):
-            add(layer, cache)
+        for cache, each in zip(caches, given, strict=True):
+            add(cache, each)
             done.append(cache)
     except Exception:
         for cache in done:

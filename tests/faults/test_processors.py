@@ -237,9 +237,9 @@ def test_twin_penalties_on_the_wrong_part_are_noticed(bench, planted, monkeypatc
     apply = PenaltyRows.apply
 
     def shifted(self, logits, rows=None, drafted=None):
-        self._histories._prompts = [prompts for _ in self._histories._prompts]
+        self._prompts = [prompts for _ in self._prompts]
         if prompts:
-            self._histories._lengths = [0 for _ in self._histories._lengths]
+            self._lengths = [0 for _ in self._lengths]
         return apply(self, logits, rows, drafted)
 
     monkeypatch.setattr(PenaltyRows, "apply", shifted)

@@ -6,6 +6,7 @@ import pytest
 from oarlock.core import SamplingParams
 from oarlock.core.testing.processors import ProcessorContract
 from oarlock.samplers.callables import per_row
+from oarlock.samplers.histories import Histories
 from oarlock.samplers.penalties import Penalties, PenaltyRows
 
 
@@ -104,7 +105,7 @@ class KeepsNothing(PenaltyRows):
     """Histories stay in their old order."""
 
     def keep(self, indices):
-        self._histories.keep(range(len(indices)))
+        Histories.keep(self, range(len(indices)))
         self._set([self._params[i] for i in indices])
 
 
