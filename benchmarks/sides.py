@@ -143,7 +143,11 @@ class MlxLm:
     """mlx-lm's batch generator through its public interface, at its defaults or with a chunk size."""
 
     def __init__(
-        self, model: Any, prompts: Prompts, samplers: Sequence[Callable[[mx.array], mx.array]] | None = None
+        self,
+        model: Any,
+        prompts: Prompts,
+        samplers: Sequence[Callable[[mx.array], mx.array]] | None = None,
+        processors: Sequence[list[Callable[[mx.array, mx.array], mx.array]]] | None = None,
     ) -> None:
         self.name = "mlx-lm"
         self._generator = BatchGenerator(model)
@@ -152,6 +156,7 @@ class MlxLm:
             [list(prompt) for prompt in prompts],
             max_tokens=[ENDLESS] * len(prompts),
             samplers=list(samplers) if samplers is not None else None,
+            logits_processors=list(processors) if processors is not None else None,
         )
         while self._next() < len(prompts):
             pass

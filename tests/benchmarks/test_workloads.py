@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from oarlock.core import SamplingParams
+from oarlock.core.contracts.loader import LoadedModel
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
@@ -126,3 +127,34 @@ def test_compiled_steps_are_compared_with_ordinary_ones(load, harness):
     assert report.facts["traces"] == 1
     assert len(report.comparisons) == 2
     assert {name.partition(":")[0] for name in report.figures} == {"compiled", "ordinary"}
+
+
+def test_a_loop_is_found(load):
+    """The shortest period, wherever the loop stands; a few equal tokens are none, and neither is a long period."""
+    texts, free = load("texts"), list(range(60))
+    assert texts.loop(free) == 0
+    assert texts.loop([*free, *[7, 8, 9] * 5, *free]) == 3
+    assert texts.loop([*free, *[5] * texts.LEAST_REPEATED]) == 0
+    assert texts.loop([*free, *[5] * (texts.LEAST_REPEATED + 1)]) == 1
+    assert texts.loop(list(range(31)) * 2) == 31
+    assert texts.loop(list(range(texts.SHORTEST_PERIOD)) * 2) == 0
+
+
+def test_drafts_are_compared_with_plain_decoding(load):
+    """The same tokens by both methods, a pair a batch and round; some drafts are made."""
+    speculation, tiny = load("speculation"), load("models").tiny()
+    loaded = LoadedModel(model=tiny, tokenizer=None, identity="tiny", model_type="llama")
+    asked = {str(row): prompt * 2 for row, prompt in enumerate([*PROMPTS, [1, 2]])}
+    report = speculation.compare("tiny", loaded, asked, 2, 3, tokens=12)
+    assert report.facts["texts"] == 4
+    assert report.facts["accepted"].partition(" of ")[2] != "0"
+    assert [each.ratio.pairs for each in report.comparisons] == [6]
+
+
+def test_parameters_are_compared_with_greedy_rows_and_with_mlx_lm(load, harness):
+    """Each row has a set of its own; a row and step make a token on every side."""
+    sampling, tiny = load("sampling"), load("models").tiny()
+    assert len({repr(sampling.ours(row)) for row in range(16)}) == 16
+    report = sampling.measure_parameters("tiny", tiny, PROMPTS * 4, harness.MIN_PAIRS, judged=True)
+    assert report.facts["occupancy"] == 12
+    assert [each.target for each in report.comparisons] == [1 / 1.15, 1.5]
