@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from oarlock.core.contracts.constraint import Constraint, ConstraintFactory
+from oarlock.core.contracts.constraint import MAX_FORCED, Constraint, ConstraintFactory
 from oarlock.core.errors import ConstraintFailed, InvalidConstraint, RequestError
 from oarlock.core.lines import Lines
 from oarlock.core.request import SamplingParams
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from oarlock.core.row import Row
 
 
-MAX_FORCED = 16
-"""Most tokens that follow without a choice and are appended in one forward."""
 _PLAIN = SamplingParams()
 _LOOKS = ("logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "extra")
 """What looks at a row's scores, or at its history, between two tokens."""
@@ -53,6 +51,10 @@ class Matcher:
     def satisfied(self, tokens: int) -> bool:
         """Return whether a row that was delivered so many tokens has all that its constraint asks for."""
         return self.over and self.error is None and len(self._accepted) == tokens
+
+    def decides(self, sampled: int) -> bool:
+        """Return whether it says what follows a row's ``sampled`` tokens: it goes on, or has gone on to what must follow."""
+        return not self.over or len(self._accepted) > sampled
 
     def ahead(self, tokens: int) -> list[int]:
         """Return what must follow the row's first ``tokens``; where that was accepted before, just that."""
@@ -89,8 +91,9 @@ class Matcher:
             self._fail(_said(error), error)
 
     def take_back(self, tokens: int) -> None:
-        """Go back to the row's first ``tokens``."""
-        self.restart(self._accepted[:tokens])
+        """Go back to the row's first ``tokens``, unless it stands there."""
+        if tokens < len(self._accepted):
+            self.restart(self._accepted[:tokens])
 
     def allowed(self, sampled: int, width: int) -> np.ndarray:
         """Wait for what may follow the row's ``sampled`` tokens: bool ``[width]``. Raises `errors.ConstraintFailed`."""
@@ -230,31 +233,22 @@ class ReadsFirst:
     @property
     def constrained(self) -> bool:
         """Whether what a running row may take next depends on tokens that nobody may have read yet."""
-        return any(row.matcher is not None and not row.matcher.over for row in self._rows)
+        return any(row.matcher is not None and row.matcher.decides(row.sampled) for row in self._rows)
 
     def follow(self, drawn: Sequence[Drawn]) -> None:
         """Let the rows' constraints follow tokens that were read; they are emitted later."""
         for row, each in zip(self._rows, drawn, strict=True):
             follow(row, each)
 
-    def forced(self) -> Sequence[Sequence[int]]:
-        """Return what must follow the last read token of every row, as many for each, and let constraints follow it.
+    def known(self) -> Iterator[Sequence[int]]:
+        """Yield what must follow the last read token of each row; nothing follows it yet."""
+        for row in self._rows:
+            yield _span(row, row.matcher) if row.matcher is not None and _unseen(row) else ()
 
-        Nothing where a row has a choice, or where somebody would have to look at the scores between.
-        """
-        matchers = [row.matcher for row in self._rows if row.matcher is not None and _unseen(row)]
-        if self.bound.stops or len(matchers) < len(self._rows):
-            return ()
-        spans = [_span(row, matcher) for row, matcher in zip(self._rows, matchers, strict=True)]
-        width = min(map(len, spans))
-        for row, matcher, span in zip(self._rows, matchers, spans, strict=True):
-            for place, token in enumerate(span[:width], row.sampled):
-                matcher.follow(place, token)
-        if any(matcher.error is not None for matcher in matchers):
-            for row, matcher in zip(self._rows, matchers, strict=True):
-                matcher.take_back(row.sampled)
-            return ()
-        return [span[:width] for span in spans] if width else ()
+    def forced(self, spans: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Let constraints follow spans, and just those; return them, without any for a row of which one did not."""
+        taken = [_taken(row, span) for row, span in zip(self._rows, spans, strict=True)]
+        return taken if any(taken) else ()
 
 
 def _unseen(row: Row) -> bool:
@@ -266,6 +260,18 @@ def _unseen(row: Row) -> bool:
 def _span(row: Row, matcher: Matcher) -> list[int]:
     """Return what must follow, up to an end token, and at least one token short of the row's limit."""
     return _before_an_end(row, matcher.ahead(row.sampled)[: max(0, min(MAX_FORCED, row.max_tokens - row.sampled - 1))])
+
+
+def _taken(row: Row, span: Sequence[int]) -> Sequence[int]:
+    """Let a row's constraint follow a span and nothing more; return it, or nothing where it did not."""
+    matcher = row.matcher
+    if matcher is None:
+        return ()
+    for place, token in enumerate(span, row.sampled):
+        matcher.follow(place, token)
+    if matcher.error is None:
+        matcher.take_back(row.sampled + len(span))
+    return span if matcher.error is None else ()
 
 
 def _before_an_end(row: Row, tokens: list[int]) -> list[int]:

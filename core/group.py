@@ -16,7 +16,8 @@ from oarlock.core.budget import Holding
 from oarlock.core.compaction import compacted
 from oarlock.core.compiled import CompiledRows
 from oarlock.core.config import EngineConfig
-from oarlock.core.constraints import MAX_FORCED, ReadsFirst
+from oarlock.core.constraints import ReadsFirst
+from oarlock.core.contracts.constraint import MAX_FORCED
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
 from oarlock.core.contracts.state_cache import StateCache

@@ -47,7 +47,7 @@ class Usage:
 
     Milliseconds are wall time: ``prefill_ms`` from admission to the first token, ``decode_ms`` from there to the end.
     ``generated_tokens`` counts a terminating EOS. ``seed`` repeats the run. ``drafted_tokens`` were verified, of which
-    ``accepted_tokens`` were what the row drew itself.
+    ``accepted_tokens`` were what the row drew itself; ``forced_tokens`` were appended, since nothing else could follow.
     """
 
     prompt_tokens: int = 0

@@ -52,7 +52,7 @@ class Row:
     sampled: int = 0
     cached_tokens: int = 0
     forced: int = 0
-    """Delivered tokens that its constraint left no choice about, and that were never drawn."""
+    """Delivered tokens that its constraint left no choice about, and that were forwarded before they were drawn."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Counted by methods that draft, before the token behind a draft is emitted, with which the row may end."""

@@ -40,14 +40,14 @@ class Windows:
             self._samplers.set_rows(self._rows)
             return self._samplers.verify(logits, ids, widths, self.log.times)
 
-    def accept(self, widths: Sequence[int], taken: Sequence[int]) -> None:
+    def accept(self, widths: Sequence[int], taken: Sequence[int], known: Sequence[int] = ()) -> None:
         """Account what each row took of a window."""
         self._samplers.accept(taken)
         self.log.verified_forwards += 1
-        for row, width, lines in zip(self._rows, widths, taken, strict=True):
+        for row, width, lines, sure in zip(self._rows, widths, taken, known or [0] * len(taken), strict=True):
             row.sampled += lines
-            self.log.drafted_tokens += width - 1
-            self.log.accepted_tokens += max(0, lines - 1)
+            self.log.drafted_tokens += width - 1 - sure
+            self.log.accepted_tokens += max(0, lines - 1 - sure)
 
     def longest_append(self, tokens: int, width: int) -> int:
         """Return ``width``, or less where a layer's storage changes before."""

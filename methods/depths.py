@@ -71,6 +71,10 @@ class Depths:
             return depths
         return [max(depth, min(1, limit, self.most)) for depth, limit in zip(depths, limits, strict=True)]
 
+    def certain(self, limits: Sequence[int]) -> list[int]:
+        """Return how many tokens each row is to have of those, up to its limit, that it will take for certain."""
+        return self._worth([1.0] * len(limits), limits) if self._plain else [0] * len(limits)
+
     def start(self) -> None:
         """Begin a step."""
         self._began = self.clock()
@@ -160,6 +164,10 @@ class Fixed:
     most: int
 
     def choose(self, rows: Sequence[Hashable], limits: Sequence[int]) -> list[int]:
+        """Return the limits."""
+        return self.certain(limits)
+
+    def certain(self, limits: Sequence[int]) -> list[int]:
         """Return the limits."""
         return [min(limit, self.most) for limit in limits]
 

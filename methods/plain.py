@@ -7,7 +7,7 @@ what must follow them is forwarded with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -67,7 +67,7 @@ class PlainDecoding:
         if self._host.constrained:
             if previous is not None:
                 self._host.follow(drawn := previous.read())
-            spans = self._host.forced() if work is None else ()
+            spans = self._spans(work)
         live = [row.live for row in self._host.rows]
         if any(live):
             self._register = self._step(previous, live, work, spans)
@@ -107,6 +107,23 @@ class PlainDecoding:
         """Drop everything."""
         self.abort()
 
+    def _spans(self, work: Any) -> Sequence[Sequence[int]]:
+        """Return what must follow all rows, as many tokens for each, or nothing: a step with ``work`` takes one a row."""
+        if work is not None or any(row.matcher is None for row in self._host.rows):
+            return ()
+        spans = []
+        for span in self._ahead():
+            if not span:
+                return ()
+            spans.append(span)
+        width = min(map(len, spans))
+        return self._host.forced([span[:width] for span in spans])
+
+    def _ahead(self) -> Iterator[Sequence[int]]:
+        """Yield what must follow each row, as far as its storage takes it in one forward."""
+        for tokens, span in zip(self._caches[0].tokens, self._host.known(), strict=True):
+            yield span[: self._host.longest_append(tokens, 1 + len(span)) - 1]
+
     def _step(self, register: Draw | None, live: Sequence[bool], work: Any, spans: Sequence[Sequence[int]]) -> Draw:
         """Forward every row once, with what must follow, and sample the live ones. A forward that raises changes nothing."""
         rows = self._host.rows
@@ -114,14 +131,17 @@ class PlainDecoding:
             ids = register.tokens[:, None]  # (B, 1)
         else:
             ids = mx.array([[row.current] for row in rows], dtype=mx.uint32)
+        widths = [1 + len(span) for span in spans] or [1] * len(rows)
         if spans:
-            ids = mx.concatenate([ids, mx.array(list(spans), dtype=mx.uint32)], axis=1)  # (B, W)
-        widths = [ids.shape[1]] * len(rows)
+            padded = [[*span, *[0] * (max(widths) - 1 - len(span))] for span in spans]
+            ids = mx.concatenate([ids, mx.array(padded, dtype=mx.uint32)], axis=1)  # (B, W)
         logits = self._host.forward(self._caches, ids, widths, work)  # (B, W, V)
         self._host.settle(self._caches, ids, widths, widths)
         for row, span in zip(rows, spans, strict=bool(spans)):
             row.sampled += len(span)
-        return self._host.sample(logits[:, -1], live)
+        if min(widths) == max(widths):
+            return self._host.sample(logits[:, -1], live)
+        return self._host.sample(logits[mx.arange(len(rows)), mx.array(widths) - 1], live)
 
     def _emit(self, register: Draw, *, fed: bool) -> None:
         """Read a register and deliver it."""

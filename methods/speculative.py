@@ -1,7 +1,8 @@
 """Speculative decoding: a proposer's drafts are verified in one forward, each row with its own number of them.
 
 A draft is accepted where it is the token that the row draws there itself, greedy or with its seed, so tokens are those
-of plain decoding whoever drafts, and however well. It makes no drafts, and says not how many pay.
+of plain decoding whoever drafts, and however well. What a row's constraint leaves no choice about goes before drafts. It
+makes no drafts, and says not how many pay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from oarlock.core.contracts.method import Draw, Drawn, MethodHost
 from oarlock.core.request import is_whole
 from oarlock.core.row import Row
 from oarlock.methods.depths import Depths, Fixed
-from oarlock.methods.plain import PlainDecoding
+from oarlock.methods.fill import FillDecoding, FillOptions
 
 OARLOCK_API = 1
 _log = structlog.get_logger(__name__)
@@ -55,11 +56,11 @@ class SpeculativeOptions:
         return table["name"], {option: value for option, value in table.items() if option != "name"}
 
 
-class SpeculativeDecoding(PlainDecoding):
-    """Plain decoding's caches and register, and a proposer. While nobody has a draft it is plain decoding."""
+class SpeculativeDecoding(FillDecoding):
+    """`fill`'s caches and register, and a proposer. While nobody has a draft it is that."""
 
     def __init__(self, host: MethodHost, options: SpeculativeOptions) -> None:
-        super().__init__(host)
+        super().__init__(host, FillOptions(adaptive=options.adaptive))
         self.window = 1 + options.depth
         self._proposer = host.open_proposer(*options.chosen)
         self._depths = (Depths if options.adaptive else Fixed)(options.depth)
@@ -68,8 +69,8 @@ class SpeculativeDecoding(PlainDecoding):
 
     @property
     def running_tokens(self) -> int:
-        """As many tokens for each row as the widest may have in the next window."""
-        return len(self._host.rows) * (1 + max(self._wanted(), default=0))
+        """As many tokens for each row as the widest may have in the next window, or append."""
+        return max(super().running_tokens, len(self._host.rows) * (1 + max(self._wanted(), default=0)))
 
     def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
         """Adopt a lone row's caches by reference, or copy them into the next slots."""
@@ -80,7 +81,7 @@ class SpeculativeDecoding(PlainDecoding):
         """Verify drafts where there are any, else take a plain step. What is unread is read before drafts follow it."""
         self._depths.start()
         steady = work is None and (self._register is not None or not self._pipeline)
-        drafts = self._drafts()
+        self._widest, drafts = 0, self._drafts()
         if any(drafts) and self._register is not None:
             self.flush()
             steady, drafts = False, self._drafts()
@@ -90,7 +91,7 @@ class SpeculativeDecoding(PlainDecoding):
         elif count:
             super().advance(work)
             self._depths.passed()
-        if steady:
+        if steady and not self._widest:
             self._depths.stop(count, width)
 
     def keep(self, indices: Sequence[int], discard: bool) -> None:
@@ -128,9 +129,11 @@ class SpeculativeDecoding(PlainDecoding):
         return self._depths.choose(rows, limits)
 
     def _drafts(self) -> list[Sequence[int]]:
-        """Return drafts of each row. An error of the proposer costs them, and no row."""
+        """Return drafts of each row, none where tokens are known. An error of the proposer costs them, and no row."""
         rows, wanted = self._host.rows, self._wanted()
         none: list[Sequence[int]] = [()] * len(rows)
+        if any(wanted):
+            wanted = [0 if span else depth for span, depth in zip(self._certain(), wanted, strict=True)]
         if not any(wanted):
             return none
         try:
@@ -144,32 +147,43 @@ class SpeculativeDecoding(PlainDecoding):
         worth = self._depths.choose(rows, limits)
         return [draft[:depth] for draft, depth in zip(drafts, worth, strict=True)]
 
+    def _certain(self) -> list[Sequence[int]]:
+        """Return what must follow each row; nothing of a row whose last token is unread."""
+        return list(self._ahead()) if self._host.constrained else [()] * len(self._host.rows)
+
     def _verify(self, drafts: Sequence[Sequence[int]], work: Any) -> None:
-        """Forward every row's current token with its drafts, and let each take what it drew, up to its first other token."""
-        rows = list(self._host.rows)
-        windows = [[row.current, *draft] for row, draft in zip(rows, drafts, strict=True)]
-        widths = [len(window) for window in windows]
+        """Forward every row's current token with its drafts, and let each take what it drew, up to its first other token.
+
+        Beside them a row that knows tokens has as many of those as the widest has drafts: it draws just them.
+        """
+        rows, deepest = list(self._host.rows), max(map(len, drafts))
+        certain = [() if draft else span[:deepest] for span, draft in zip(self._certain(), drafts, strict=True)]
+        windows = [[row.current, *span, *draft] for row, span, draft in zip(rows, certain, drafts, strict=True)]
+        widths, known = [len(window) for window in windows], [len(span) for span in certain]
         widest = max(widths)
         ids = mx.array([window + [0] * (widest - len(window)) for window in windows], dtype=mx.uint32)  # (B, W)
         logits = self._host.forward(self._caches, ids, widths, work)  # (B, W, V)
         lines = iter(self._host.verify(logits, ids, widths).read())
         taken = [
-            self._take(row, window, [next(lines) for _ in window]) for row, window in zip(rows, windows, strict=True)
+            self._take(row, window, [next(lines) for _ in window], sure)
+            for row, window, sure in zip(rows, windows, known, strict=True)
         ]
-        self._host.accept(widths, taken)
+        self._host.accept(widths, taken, known)
         self._host.settle(self._caches, ids, widths, taken)
         self._note(rows, drafts, taken)
         self._host.retire()
 
-    def _take(self, row: Row, window: Sequence[int], lines: Sequence[Drawn]) -> int:
+    def _take(self, row: Row, window: Sequence[int], lines: Sequence[Drawn], known: int = 0) -> int:
         """Deliver one by one what a row drew until it is no draft, or the row is over; return how many that were.
 
-        So many tokens of the window entered its state: the last one drawn is the next window's first.
+        So many tokens of the window entered its state: the last one drawn is the next window's first. The first ``known``
+        behind the current one are no drafts.
         """
         taken = 0
-        row.drafted_tokens += len(window) - 1
+        row.drafted_tokens += len(window) - 1 - known
         for drawn, draft in zip(lines, [*window[1:], None], strict=True):
-            row.accepted_tokens += taken > 0
+            row.accepted_tokens += taken > known
+            drawn.forced = taken < known and drawn.token == draft
             taken += 1
             if not self._host.emit(row, drawn) or drawn.token != draft:
                 break

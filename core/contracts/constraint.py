@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from oarlock.core.request import Request
 
+MAX_FORCED = 16
+"""Most tokens that follow without a choice and are appended in one forward."""
+
 
 class Constraint(Protocol):
     """A matcher of one row. What it raises rejects that row alone."""

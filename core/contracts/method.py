@@ -5,7 +5,7 @@ Shapes: B running rows, W tokens of the widest row in a forward, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
@@ -44,7 +44,7 @@ class Drawn:
 
     ``finite`` is False where the scores were NaN or all minus infinity: the row must fail. ``real`` is False for a
     placeholder: the row was not sampled in this step. ``error`` is what the sampler raised for this row alone. ``forced``:
-    the row had no choice (`MethodHost.forced`), and nothing was sampled.
+    the row had no choice (`MethodHost.known`).
     """
 
     token: int
@@ -83,11 +83,20 @@ class MethodHost(Protocol):
         """
         ...
 
-    def forced(self) -> Sequence[Sequence[int]]:
-        """Return the tokens that must follow each running row's last read one, as many for each, or nothing.
+    def known(self) -> Iterator[Sequence[int]]:
+        """Yield the tokens that must follow each running row's last read one, in order; asked after `follow`.
 
-        Asked after `follow`, in a step that takes no ``work`` along. They may be forwarded at once behind the last read
-        token; then each row's ``sampled`` grows by them, and they are emitted in their order as ``forced``.
+        None for a row that has a choice, or of which somebody would have to look at the scores between. They stay one
+        short of its limit and of what ends it. Each row is asked when its turn comes, and may wait for its mask.
+        """
+        ...
+
+    def forced(self, spans: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Let constraints follow what is `known`, or the beginning of it, and return what they followed, or nothing.
+
+        It is to be forwarded at once behind the last read token, no further than `longest_append` allows; then each
+        row's ``sampled`` grows by its own, and all are emitted in their order as ``forced``. A row whose constraint
+        raises gets none, and its error when it is sampled. Asked again, with other spans, those are taken back.
         """
         ...
 
@@ -127,8 +136,11 @@ class MethodHost(Protocol):
         """
         ...
 
-    def accept(self, widths: Sequence[int], taken: Sequence[int]) -> None:
-        """Say how many lines of a window each row took: they count as samples, and all but the last as accepted drafts."""
+    def accept(self, widths: Sequence[int], taken: Sequence[int], known: Sequence[int] = ()) -> None:
+        """Say how many lines of a window each row took: they count as samples, and all but the last as accepted drafts.
+
+        The first ``known[i]`` tokens behind row i's current one were `known`, and count as no drafts.
+        """
         ...
 
     def longest_append(self, tokens: int, width: int) -> int:

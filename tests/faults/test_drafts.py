@@ -180,7 +180,7 @@ def test_ends_within_a_block_are_those_of_plain_decoding(bench):
 def test_twin_blocks_that_are_delivered_whole_are_noticed(bench, planted, monkeypatch):
     deliver = SpeculativeDecoding._take
 
-    def whole(self, row, window, lines):
+    def whole(self, row, window, lines, known=0):
         right = next((i for i, draft in enumerate(window[1:]) if lines[i].token != draft), len(window) - 1)
         row.token_ids += [line.token for line in lines[:right]]
         row.generated += right

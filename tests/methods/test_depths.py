@@ -146,3 +146,53 @@ def test_a_depth_of_none_is_none():
     machine.run({"row": 1.0}, 20)
     assert set(machine.widths) == {1}
     assert Fixed(3).choose(["a", "b", "c"], [5, 1, 0]) == [3, 1, 0]
+
+
+# --- tokens that are certain -----------------------------------------------------------------------------------------
+
+
+def learnt(fixed, each, rows, limits):
+    """What is chosen of ``limits`` after as many steps as it takes to know what they cost, and how wide those were."""
+    now, widths = [0.0], []
+    depths = Depths(16, clock=lambda: now[0])
+    for _ in range(100):
+        depths.start()
+        chosen = depths.certain(limits)
+        assert all(n <= limit for n, limit in zip(chosen, limits, strict=True))
+        width = 1 + max(chosen)
+        now[0] += fixed + each * rows * width
+        depths.stop(rows, width)
+        widths.append(width)
+    return chosen, widths
+
+
+def test_certain_tokens_are_all_taken_where_a_step_takes_as_long_whatever_its_width():
+    assert learnt(1.0, 0.001, 4, [16, 0, 3, 9])[0] == [16, 0, 3, 9]
+
+
+def test_certain_tokens_of_one_row_are_not_worth_what_the_others_wait_for_them():
+    """Where each token costs, eight rows would pay for the sixteen of one; it is tried a few times, and no more."""
+    chosen, widths = learnt(0.01, 1.0, 8, [16, *[0] * 7])
+    assert chosen == [0] * 8
+    assert sum(width > 1 for width in widths) <= TRIES
+
+
+def test_of_certain_tokens_as_many_are_taken_as_pay():
+    """Two of four rows know tokens, so a window of a few is worth its time where a wide one is not."""
+    fixed, each = 1.0, 0.2
+    chosen, _ = learnt(fixed, each, 4, [16, 16, 0, 0])
+    speeds = [(4 + 2 * depth) / (fixed + each * 4 * (1 + depth)) for depth in range(17)]
+    depth = max(chosen)
+    assert speeds[depth] >= 0.98 * max(speeds)
+    assert chosen == [depth, depth, 0, 0]
+
+
+def test_nothing_is_certain_before_a_plain_step_was_seen_and_rates_are_left_alone():
+    depths = Depths(4)
+    assert depths.certain([3, 1]) == [0, 0]
+    depths.start()
+    depths.stop(2, 1)
+    before = dict(depths._rates)
+    assert depths.certain([3, 1]) == [3, 1]
+    assert depths._rates == before
+    assert Fixed(2).certain([3, 1]) == [2, 1]

@@ -17,6 +17,10 @@ class Cache:
     def __init__(self, lengths=(3,), fails=False):
         self.lengths, self.fails, self.log = list(lengths), fails, []
 
+    @property
+    def tokens(self):
+        return tuple(self.lengths)
+
     def join(self, other, slots):
         if self.fails:
             msg = "no room"
@@ -55,9 +59,14 @@ class Host:
         self.fails = self.constrained = False
         self.method, self.spans = None, []
 
-    def forced(self):
-        span = self.spans.pop(0) if self.spans else ()
-        return [span] if span else ()
+    def known(self):
+        return iter([self.spans.pop(0) if self.spans else ()])
+
+    def forced(self, spans):
+        return spans
+
+    def longest_append(self, tokens, width):
+        return width
 
     def forward(self, caches, ids, widths, work=None):
         self.work = work
@@ -107,7 +116,7 @@ def row(name, current, max_tokens=5, ends=()):
     """A row whose first token was emitted by its prefill."""
     return Row(
         name=name, current=current, max_tokens=max_tokens, ends=ends, generated=1, sampled=1, gone=False, merged=False,
-        fed=[], fed_tainted=False, forced=0,
+        fed=[], fed_tainted=False, forced=0, matcher=object(),
     )  # fmt: skip
 
 

@@ -6,9 +6,11 @@ A row's tokens are those of `plain`, alone in an engine. The oracle knows them a
 from __future__ import annotations
 
 import functools
+import itertools
 
 import attrs
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_map
 
@@ -235,3 +237,103 @@ def test_a_models_drafts_change_no_token(arrival, key, sampling):
     proposer = {"name": "draft_model", "model": key}
     method = {"name": "speculative", "proposer": proposer, "depth": DEPTH, "adaptive": False}
     check_companies(arrival, key, sampling, method, Noisy())
+
+
+class Template:
+    """Text of which every fifth token is free and the others are fixed; it ``says`` so beforehand, or masks them only."""
+
+    def __init__(self, row, says, width):
+        self.row, self.says, self.width, self.taken = row, says, width, []
+
+    terminated = False
+
+    def _fixed(self, place):
+        return (7 * place + 3 * self.row) % self.width if place % 5 else None
+
+    def accept(self, token):
+        assert self.mask()[token]
+        self.taken.append(token)
+
+    def ready(self):
+        """Nothing is filled elsewhere."""
+
+    def mask(self):
+        only = self._fixed(len(self.taken))
+        return np.ones(self.width, dtype=bool) if only is None else np.arange(self.width) == only
+
+    def forced(self):
+        places = itertools.takewhile(lambda place: place % 5, itertools.count(len(self.taken)))
+        return [self._fixed(place) for place in places] if self.says else []
+
+    def rollback(self, n):
+        del self.taken[-n:]
+
+
+class Templates:
+    """The constraint ``template`` of a row's number, and its plugin."""
+
+    name = "template"
+
+    def __init__(self, key, says=True):
+        self.width, self.says = vocabulary(key), says
+
+    def open(self, spec, tokenizer, request):
+        return Template(spec, self.says, self.width)
+
+    @hookimpl
+    def register_constraints(self, register):
+        register(self)
+
+
+def templates(key, sampling, rows=5, **changes):
+    """Two of five rows are free, and of the others one is looked at between its tokens."""
+    asked = requests(key, sampling, rows, **changes)
+    bound = [attrs.evolve(asked[row], constraint={"template": row}) for row in range(rows) if row % 2 == 0]
+    if rows == 5:
+        bound[2] = attrs.evolve(bound[2], sampling=attrs.evolve(bound[2].sampling, presence_penalty=0.5))
+    return [bound[row // 2] if row % 2 == 0 else asked[row] for row in range(rows)]
+
+
+@functools.cache
+def templates_alone(key, sampling):
+    """Tokens of each row alone, every one of them drawn."""
+    with engine(key, {"name": "plain"}, [Templates(key, says=False)], max_batch=1) as plain:
+        results = plain.generate(templates(key, SAMPLING[sampling]))
+    assert not any(result.usage.forced_tokens for result in results)
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+@storages
+def test_known_tokens_change_no_token(arrival, key, sampling):
+    """The method `fill`: rows append what they know, each as much as it is, beside rows that take their one."""
+    tokens = templates_alone(key, sampling)
+    for rows, every, pipeline in ((1, 0, True), (2, 1, False), (5, 0, True), (5, 2, True), (5, 3, False)):
+        method = {"name": "fill", "adaptive": False}
+        with engine(key, method, [Templates(key)], pipeline=pipeline, prefill_chunk=5) as opened:
+            results = arrival(opened, templates(key, SAMPLING[sampling], rows), every)
+            assert opened.stats()["recoveries"] == 0
+        assert [result.token_ids for result in results] == tokens[:rows]
+        # Of 30, six are free and the last is the limit's; a span stops where a storage does, and one more is drawn.
+        assert 19 <= results[0].usage.forced_tokens <= 23
+        assert all(result.usage.forced_tokens == 0 for result in results[1::2])
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+@storages
+def test_known_tokens_beside_drafts_change_no_token(arrival, key, sampling):
+    """The method `speculative`: rows that know tokens have them in the place of drafts, and in no count of drafts."""
+    tokens = templates_alone(key, sampling)
+    answers = dict(zip(prompts(key), tokens, strict=True))
+    for rows, every, pipeline in ((2, 0, True), (5, 2, False)):
+        oracle = Oracle(answers=answers, vocabulary=vocabulary(key))
+        method = {"name": "speculative", "proposer": "oracle", "depth": DEPTH, "adaptive": False}
+        with engine(key, method, [oracle, Templates(key)], pipeline=pipeline, prefill_chunk=5) as opened:
+            results = arrival(opened, templates(key, SAMPLING[sampling], rows), every)
+            stats = opened.stats()
+        assert [result.token_ids for result in results] == tokens[:rows]
+        assert results[0].usage.forced_tokens > 0
+        assert stats["recoveries"] == 0
+        assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+        assert stats["drafted_tokens"] == sum(result.usage.drafted_tokens for result in results)
+        assert stats["accepted_tokens"] == sum(result.usage.accepted_tokens for result in results)

@@ -11,6 +11,12 @@ class TestPlain(MethodContract):
     method = "plain"
 
 
+class TestFill(MethodContract):
+    """Without constraints, where it has to be `plain`."""
+
+    method = "fill"
+
+
 class TestSpeculative(MethodContract):
     """With drafts wherever a token stood before, so that most of them are wrong."""
 

@@ -8,6 +8,7 @@ import re
 
 import jsonschema
 import pytest
+from attrs import evolve
 
 from oarlock.core import Request, SamplingParams, hookimpl
 from oarlock.core.config import EngineConfig
@@ -120,3 +121,45 @@ def test_text_by_a_pattern_and_by_choice(loaded):
     assert re.fullmatch("19[0-9]{2}", year)
     assert answer.startswith(("Yes, ", "No, "))
     assert answer.endswith(".")
+
+
+TEMPLATE = (
+    "Dear (Anna|Boris|Clara),\n\nthank you for your order number [0-9]{4}, which we received on (Monday|Tuesday|Friday)\\. "
+    "It will be sent to you within [1-9] days\\. If you have questions about it, please write to us at any time\\.\n\n"
+    "Yours sincerely,\nthe team of (Oarlock|Rowing) Supplies"
+)
+
+
+class Letters:
+    """Counts the steps in which a letter is written."""
+
+    def __init__(self):
+        self.steps = 0
+
+    @hookimpl
+    def step_finished(self, step):
+        self.steps += any(name.startswith("letter") for name in step.decode_ids)
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_a_template_is_filled_in_a_fraction_of_its_steps(loaded, pipeline):
+    """The method `fill`, beside rows that are free: the same letter, of which nearly all was known."""
+    sampling = SamplingParams(temperature=0.8, seed=3)
+    letters = [
+        chat(f"Write letter {n}.", id=f"letter {n}", max_tokens=120, constraint={"regex": TEMPLATE}) for n in range(2)
+    ]
+    asked = [letters[0], free(0), evolve(letters[1], sampling=sampling), free(1)]
+    results, steps = {}, {}
+    for method in ({"name": "plain"}, {"name": "fill", "adaptive": False}):
+        watch = Letters()
+        config = {"scheduler": {"verify": False, "pipeline": pipeline}, "method": method}
+        with Engine(loaded.model, loaded.tokenizer, config=config, plugins=[watch]) as opened:
+            results[method["name"]], steps[method["name"]] = opened.generate(asked), watch.steps
+            assert opened.stats()["recoveries"] == 0
+    for one, two in zip(results["fill"], results["plain"], strict=True):
+        assert (one.text, one.finish_reason) == (two.text, two.finish_reason)
+    letter, _, other, _ = results["fill"]
+    assert re.fullmatch(TEMPLATE, letter.text)
+    for result in (letter, other):
+        assert result.usage.forced_tokens > 0.6 * result.usage.generated_tokens
+    assert steps["fill"] < 0.5 * steps["plain"], steps
