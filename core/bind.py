@@ -21,7 +21,7 @@ from oarlock.core.contracts.composition import APART, BoundLayer, described, lon
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
 from oarlock.core.contracts.method import CheckedMethod, GroupedMethod, MethodHost
 from oarlock.core.contracts.policy import Policy
-from oarlock.core.contracts.proposer import ProposerRows
+from oarlock.core.contracts.proposer import ListeningProposer, ProposerRows
 from oarlock.core.contracts.sampler import Processor, Sampler
 from oarlock.core.contracts.state_cache import NullStateCache, StateCache
 from oarlock.core.device import settled
@@ -29,11 +29,12 @@ from oarlock.core.errors import LayoutRefused, ProposerRefused
 from oarlock.core.head import Trimmed
 from oarlock.core.layout_choice import bind_layer, check_columns, geometry, own_layout
 from oarlock.core.manager import PluginSet
-from oarlock.core.mixing import Mixing, decide
+from oarlock.core.mixing import Mixing, decide, find_body
 from oarlock.core.models import load_model
 from oarlock.core.probe import Verdict, probe
 from oarlock.core.processing import in_order
 from oarlock.core.sampling import specialised_first
+from oarlock.core.tap import Tap
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -67,6 +68,7 @@ class BoundModel:
     stops: tuple[int, ...] = attrs.field(init=False)
     stored: str = attrs.field(init=False)
     companions: dict[str, Companion] = attrs.field(factory=dict, repr=False)
+    tap: Tap = attrs.field(factory=Tap, repr=False)
 
     @stops.default
     def _stops(self) -> tuple[int, ...]:
@@ -100,8 +102,8 @@ class BoundModel:
         """Let what layouts hand out attend by itself, and the head be cut, until this is closed, where that is needed."""
         needed, opened = self.mixing.on or any(layer.attends for layer in self.layers), contextlib.ExitStack()
         opened.callback(Swap(self.model.modules() if needed else ()).close)
-        if self.mixing.body:
-            opened.callback(Trimmed(self.model, self.mixing.body).close)
+        if body := self.tap.path or self.mixing.body:
+            opened.callback(Trimmed(self.model, body).close)
         return opened
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
@@ -125,9 +127,18 @@ class BoundModel:
         found = self.plugins.resolve("proposer", name)
         options = parse_options(found.options, given, "method.proposer")
         reason = found.refuses(self, options)
+        if reason is None and isinstance(found, ListeningProposer) and found.listens(options):
+            reason = self._untapped()
         if reason is not None:
             raise ProposerRefused(name, self.model_type, reason)
         return functools.partial(found.open, self, options)
+
+    def _untapped(self) -> str | None:
+        """Find the end of the model's body, once; return why it gives no hidden states, or None."""
+        if not self.verdict.ragged:
+            return "it listens to hidden states, and rows of different length do not share a forward of this model"
+        self.tap.path = self.tap.path or self.mixing.body or find_body(self)
+        return None if self.tap.path else "it listens to hidden states, and no part of this model ends before its head"
 
     def companion(self, source: str) -> Companion:
         """Return a second model, loaded and bound when it is first asked for. Raises what loading and binding raise."""
@@ -261,7 +272,12 @@ def bind(
         bound = probe(bound) if config.scheduler.verify else bound
         bound = attrs.evolve(bound, mixing=decide(bound), compiling=decide_compiled(bound))
         bound.check_method()
-        return bound
+        apart = "a proposer listens to hidden states"
+        return (
+            attrs.evolve(bound, mixing=Mixing(reason=apart), compiling=Compiling(reason=apart))
+            if bound.tap.path
+            else bound
+        )
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:

@@ -50,7 +50,7 @@ def forward(
             cache.begin(widths, starts)
         if bound.verdict.ragged:
             given = arguments(rows, starts, ids.shape[1])
-            with bound.adapters.applied(rows):
+            with bound.adapters.applied(rows), bound.tap.watching(caches, rows, starts):
                 logits: mx.array = bound.model(ids, cache=list(caches), **given)
         else:
             logits = _by_part(bound, caches, ids, rows, starts)
@@ -95,6 +95,7 @@ def settle(
     the states of those models. For the same reason they keep no row that was padded. ``rows`` as in `forward`.
     Raises what that second forward raises: then some rows have been closed and others not, so it cannot be repeated.
     """
+    bound.tap.settled(caches, kept)
     window = max(widths, default=0)
     sound = [bound.honours_lengths or width in (0, window) for width in widths]
     if all(cache.rewinds for cache in caches) or (list(kept) == list(widths) and all(sound)):

@@ -159,12 +159,6 @@ class ExecutionGroup(ReadsFirst, Windows):
         self._method = self.bound.open_method(name, self)
         self._method_name = name
 
-    def close_method(self) -> None:
-        """Release the method, once."""
-        method, self._method, self._method_name = self._method, None, ""
-        if method is not None:
-            method.close()
-
     def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
         """Add a prefilled row. A failing flush is the group's; a failing merge the joiner's, and raises."""
         assert self._method is not None

@@ -47,7 +47,7 @@ def decide(bound: BoundModel) -> Mixing:
         found = Mixing(on=wanted is True, reason="not probed: scheduler.verify is off")
     elif found is None:
         found = _rehearsed(bound)
-        found = attrs.evolve(found, body=_body(bound)) if found.on else found
+        found = attrs.evolve(found, body=find_body(bound)) if found.on else found
     if wanted is True and not found.on:
         raise MixedRefused(bound.model_type, found.reason, found.layer)
     return found
@@ -77,7 +77,7 @@ def _rehearsed(bound: BoundModel) -> Mixing:
         return Mixing.tried(bound, trial, "a mixed forward", "bind probe")
 
 
-def _body(bound: BoundModel) -> str:
+def find_body(bound: BoundModel) -> str:
     """Return the path of the part of a model that can be cut, found by trial; "" where there is none."""
     inner: list[str] = [path for path, module in bound.model.named_modules() if path and hasattr(module, "layers")]
     for path in sorted(inner, key=lambda path: -path.count(".")):

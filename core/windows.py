@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from oarlock.core.contracts.method import GroupedMethod
-from oarlock.core.contracts.proposer import ProposerRows
+from oarlock.core.contracts.proposer import ListeningRows, ProposerRows
 from oarlock.core.recording import StepLog
 from oarlock.core.row import Row
 from oarlock.core.sampling import PendingDraw, SamplerGroup
@@ -28,6 +28,7 @@ class Windows:
     _rows: list[Row]
     _samplers: SamplerGroup
     _method: GroupedMethod | None
+    _method_name: str
 
     @property
     def window(self) -> int:
@@ -54,5 +55,15 @@ class Windows:
         return self.bound.longest_append(tokens, width)
 
     def open_proposer(self, name: str, options: Mapping[str, Any]) -> ProposerRows:
-        """Open a registered proposer."""
-        return self.bound.proposer(name, options)()
+        """Open a registered proposer, and let it hear hidden states where it listens."""
+        opened = self.bound.proposer(name, options)()
+        if self.bound.tap.path and isinstance(opened, ListeningRows):
+            self.bound.tap.listener = opened
+        return opened
+
+    def close_method(self) -> None:
+        """Release the method, once; nobody listens any more."""
+        method, self._method, self._method_name = self._method, None, ""
+        if method is not None:
+            self.bound.tap.close()
+            method.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -72,6 +72,37 @@ class Companion(Protocol):
 
     def settle(self, caches: Sequence[BatchCache], ids: mx.array, widths: Sequence[int], kept: Sequence[int]) -> None:
         """Close the forward: row i keeps its first ``kept[i]`` tokens, on layers of every kind."""
+        ...
+
+
+@runtime_checkable
+class ListeningRows(ProposerRows, Protocol):
+    """What an opened proposer is besides, that wants the model's hidden states (heads as those of MTP and EAGLE do).
+
+    Where the engine's method may open one, steps are neither mixed nor compiled.
+    """
+
+    def hear(self, row: Row, start: int, states: mx.array) -> None:
+        """Take what the model's head was given for some tokens of a row: ``[N, D]``, nothing of it evaluated.
+
+        They are those of its tokens ``start`` to ``start + N - 1``, counted from the first of the prompt. It is called
+        once a forward for each row, with the tokens that stay: not with drafts that were rejected. Before the first
+        proposal come those of the prompt; in `propose` all delivered tokens were heard, but perhaps the last.
+
+        What was restored with a state (a prefix that was known, a checkpoint) is never heard: then the first ``start`` is
+        not 0. A row that lost its state begins anew, at 0 or where it was restored; what is heard twice holds from then
+        on. Rows that end before they join are dropped like others, some forwards later. What it raises is logged, costs no
+        row anything, and is the end: it hears nothing more.
+        """
+        ...
+
+
+@runtime_checkable
+class ListeningProposer(Protocol):
+    """What a proposer has besides, that may open `ListeningRows`."""
+
+    def listens(self, options: Any) -> bool:
+        """Return whether it does; then a model that cannot be tapped is refused at bind, `ProposerRefused`."""
         ...
 
 

@@ -11,7 +11,7 @@ ORDER = (
     | {"constraints", "lines"},
     {"hookspecs", "registry"},
     {"manager", "discovery", "observe"},
-    {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "head", "mixed"},
+    {"planner", "compaction", "admission", "scheduler", "pace", "adapters", "inputs", "head", "mixed", "tap"},
     {"budget"},
     {"prefill", "recovery", "group", "forward", "sampling", "emission", "publication", "recording", "residency"}
     | {"processing", "preparing", "compiled", "states", "checkpoints", "guarded", "windows", "companion"},
