@@ -137,7 +137,7 @@ class BoundModel:
         """Find the end of the model's body, once; return why it gives no hidden states, or None."""
         if not self.verdict.ragged:
             return "it listens to hidden states, and rows of different length do not share a forward of this model"
-        self.tap.path = self.tap.path or self.mixing.body or find_body(self)
+        self.tap.path = self.tap.path or find_body(self)
         return None if self.tap.path else "it listens to hidden states, and no part of this model ends before its head"
 
     def companion(self, source: str) -> Companion:
@@ -270,14 +270,8 @@ def bind(
     plugins.registries.freeze()
     with contextlib.closing(bound.swap()):
         bound = probe(bound) if config.scheduler.verify else bound
-        bound = attrs.evolve(bound, mixing=decide(bound), compiling=decide_compiled(bound))
-        bound.check_method()
-        apart = "a proposer listens to hidden states"
-        return (
-            attrs.evolve(bound, mixing=Mixing(reason=apart), compiling=Compiling(reason=apart))
-            if bound.tap.path
-            else bound
-        )
+        bound.check_method()  # before what a proposer that listens forbids
+        return attrs.evolve(bound, mixing=decide(bound), compiling=decide_compiled(bound))
 
 
 def _choose_method(model: Any, config: EngineConfig, plugins: PluginSet) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from oarlock.core.contracts.composition import TraceableCache
 from oarlock.core.errors import CompiledRefused
 from oarlock.core.finding import Finding
 from oarlock.core.probe import compare
+from oarlock.core.tap import LISTENED
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -46,6 +47,8 @@ def _known(bound: BoundModel) -> Compiling | None:
     """Return what forbids it without a trial."""
     if not bound.verdict.ragged:
         return Compiling(reason=f"its forward takes no array of positions: {bound.verdict.reason}")
+    if bound.tap.path:
+        return Compiling(reason=LISTENED)
     for layer, cache in zip(bound.layers, bound.open_caches(slots=1, window=1), strict=True):
         if not isinstance(cache, TraceableCache):
             path, kind = layer.info.path, layer.info.kind

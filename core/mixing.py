@@ -16,6 +16,7 @@ from oarlock.core.forward import forward
 from oarlock.core.head import Trimmed, only
 from oarlock.core.probe import compare
 from oarlock.core.rehearsal import Trace
+from oarlock.core.tap import LISTENED
 
 if TYPE_CHECKING:
     from oarlock.core.bind import BoundModel
@@ -57,6 +58,8 @@ def _known(bound: BoundModel) -> Mixing | None:
     """Return what forbids it without a trial: groups are told apart in attention, so nothing else may keep a past."""
     if not bound.verdict.ragged:
         return Mixing(reason=f"rows of different length cannot share a forward: {bound.verdict.reason}")
+    if bound.tap.path:
+        return Mixing(reason=LISTENED)
     for layer in bound.layers:
         if not layer.info.attendable:
             reason = (

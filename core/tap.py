@@ -17,6 +17,8 @@ from oarlock.core.contracts.proposer import ListeningRows
 from oarlock.core.head import seen
 from oarlock.core.row import Row
 
+LISTENED = "a proposer listens to hidden states, which are those of whole forwards"
+"""Why steps are neither mixed nor compiled then."""
 _log = structlog.get_logger(__name__)
 
 

@@ -7,7 +7,7 @@ import pytest
 from oarlock.core import Request, SamplingParams
 from oarlock.core.contracts.proposer import ListeningProposer, ListeningRows
 from oarlock.core.engine import Engine
-from oarlock.core.errors import ProposerRefused
+from oarlock.core.errors import CompiledRefused, MixedRefused, ProposerRefused
 from oarlock.core.testing import models
 from oarlock.core.testing.oracle import Oracle
 
@@ -143,6 +143,13 @@ def test_steps_are_neither_mixed_nor_compiled_while_somebody_listens(listening, 
     check(model, engine, requests, engine.generate(requests))
     stats = engine.stats()
     assert stats["mixed_forwards"] == stats["compiled_steps"] == 0
+
+
+@pytest.mark.parametrize(("setting", "refusal"), [("mixed", MixedRefused), ("compiled", CompiledRefused)])
+def test_who_asks_for_such_steps_is_told(listening, setting, refusal):
+    model = models.build("tiny-full")
+    with pytest.raises(refusal, match="listens to hidden states"):
+        listening(model, answers(model, asked()), scheduler={setting: True})
 
 
 def test_what_is_restored_is_not_heard(listening):
