@@ -44,10 +44,11 @@ class Windows:
         """Account what each row took of a window."""
         self._samplers.accept(taken)
         self.log.verified_forwards += 1
+        self.log.verified_tokens += sum(taken)
         for row, width, lines in zip(self._rows, widths, taken, strict=True):
             row.sampled += lines
-            self.log.drafted_tokens += width - 1
-            self.log.accepted_tokens += max(0, lines - 1)
+            self.log.drafted.update(range(width - 1))
+            self.log.accepted.update(range(lines - 1))
 
     def longest_append(self, tokens: int, width: int) -> int:
         """Return ``width``, or less where a layer's storage changes before."""
