@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from oarlock.core.contracts.method import GroupedMethod
+from oarlock.core.contracts.method import GroupedMethod, StoringMethod
 from oarlock.core.contracts.proposer import ProposerRows
 from oarlock.core.recording import StepLog
 from oarlock.core.row import Row
@@ -33,6 +33,15 @@ class Windows:
     def window(self) -> int:
         """Tokens a row of the longest forward that the open method may cut."""
         return self._method.window if self._method is not None else 1
+
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return the bytes that the method holds at most beside the caches of rows of ``tokens``."""
+        return self._method.beside(tokens) if isinstance(self._method, StoringMethod) else 0
+
+    def spare(self, limit: int) -> None:
+        """Let the method hold so many bytes beside its caches."""
+        if isinstance(self._method, StoringMethod):
+            self._method.spare(limit)
 
     def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int]) -> PendingDraw:
         """Sample behind each real token of a window."""

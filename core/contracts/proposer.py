@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -35,6 +35,22 @@ class ProposerRows(Protocol):
 
     def close(self) -> None:
         """Let go of everything. Called once, after the last row was dropped."""
+        ...
+
+
+@runtime_checkable
+class StoringRows(Protocol):
+    """What `ProposerRows` have besides, that hold arrays: the same two calls as `contracts.method.StoringMethod`.
+
+    A proposer that must not hold what drafts would need has none.
+    """
+
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return the bytes that it holds at most for rows of ``tokens``, no fewer rows than there are."""
+        ...
+
+    def spare(self, limit: int) -> None:
+        """Hold no more than ``limit`` bytes until the next call."""
         ...
 
 
