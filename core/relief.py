@@ -50,7 +50,7 @@ class Relief:
                 continue
             self.preempt(row)
         if self.budget.limit is not None:
-            self.group.spare(self.budget.left(*self._holdings(preparation)))
+            self.group.spare(lambda: self.budget.left(*self._holdings(preparation)))
         return preparation
 
     def preempt(self, row: Row) -> None:

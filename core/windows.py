@@ -5,7 +5,7 @@ It accepts no draft itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -38,10 +38,10 @@ class Windows:
         """Return the bytes that the method holds at most beside the caches of rows of ``tokens``."""
         return self._method.beside(tokens) if isinstance(self._method, StoringMethod) else 0
 
-    def spare(self, limit: int) -> None:
-        """Let the method hold so many bytes beside its caches."""
+    def spare(self, left: Callable[[], int]) -> None:
+        """Let the method hold as many bytes beside its caches as are ``left``; asked only where it holds any."""
         if isinstance(self._method, StoringMethod):
-            self._method.spare(limit)
+            self._method.spare(left())
 
     def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int]) -> PendingDraw:
         """Sample behind each real token of a window."""
