@@ -19,7 +19,7 @@ from oarlock.core.compiling import decide as decide_compiled
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.composition import APART, BoundLayer, described, longest_append, stops_of
 from oarlock.core.contracts.layout import BatchCache, LayerInfo
-from oarlock.core.contracts.method import CheckedMethod, GroupedMethod, MethodHost
+from oarlock.core.contracts.method import CheckedMethod, GroupedMethod, MethodHost, WindowedMethod
 from oarlock.core.contracts.policy import Policy
 from oarlock.core.contracts.proposer import ListeningProposer, ProposerRows
 from oarlock.core.contracts.sampler import Processor, Sampler
@@ -111,6 +111,11 @@ class BoundModel:
         method, options = self._method(name)
         return method.open(host, options)  # type: ignore[no-any-return]
 
+    def window(self, name: str) -> int:
+        """Return for what window a registered method has caches opened."""
+        method, options = self._method(name)
+        return method.window(options) if isinstance(method, WindowedMethod) else 1
+
     def check_method(self) -> None:
         """Raise what opening the engine's method would raise of its options."""
         method, options = self._method(self.method)
@@ -165,9 +170,13 @@ class BoundModel:
             return NullStateCache()
         return self.plugins.resolve("state_cache", settings.name).open(self)  # type: ignore[no-any-return]
 
-    def bytes_at(self, tokens: int) -> int:
-        """Return the bytes of one row's caches at ``tokens``."""
-        return sum(layer.layout.bytes_at(layer.info, layer.options, tokens) for layer in self.layers)
+    def bytes_at(self, tokens: int, window: int = 1) -> int:
+        """Return the bytes of one row's caches at ``tokens``, where forwards of ``window`` tokens may be taken back."""
+
+        def longer(info: LayerInfo) -> LayerInfo:
+            return attrs.evolve(info, window=info.window + window - 1) if info.window else info
+
+        return sum(layer.layout.bytes_at(longer(layer.info), layer.options, tokens) for layer in self.layers)
 
     def explain(self) -> list[dict[str, str]]:
         """Return the composition line by line: what was chosen where, and why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import attrs
@@ -55,7 +56,8 @@ class Forwarded:
 class StepLog:
     """The forwards, membership changes and times since `start`. Draws in flight keep ``times``: it is never replaced.
 
-    ``mixed_forwards`` are counted from the first step on, and so are ``verified_forwards`` and their drafts.
+    ``mixed_forwards`` are counted from the first step on, and so are ``verified_forwards`` with the tokens that rows took
+    of them, and their drafts: how many were made and accepted as the first of a window, as the second, and so on.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -65,8 +67,9 @@ class StepLog:
     left: int = 0
     mixed_forwards: int = 0
     verified_forwards: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    verified_tokens: int = 0
+    drafted: Counter[int] = attrs.field(factory=Counter)
+    accepted: Counter[int] = attrs.field(factory=Counter)
     _index: int = attrs.field(default=-1, init=False)
     _gap: float = attrs.field(default=0.0, init=False)
     _began: float = attrs.field(default=0.0, init=False)

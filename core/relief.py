@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from oarlock.core.budget import Budget, Holding
+from oarlock.core.budget import Budget, Holding, final
 from oarlock.core.group import ExecutionGroup
 from oarlock.core.prefill import PrefillCohort
 from oarlock.core.row import Row
@@ -31,12 +31,16 @@ class Relief:
 
     def affords(self, row: Row, preparation: PrefillCohort | None) -> bool:
         """Return whether a row may enter beside those there are."""
-        return self.budget.limit is None or self.budget.admits(row, *self._holdings(preparation))
+        if self.budget.limit is None:
+            return True
+        holdings = self._holdings(preparation)
+        beside = self.group.beside([tokens for holding in holdings for tokens in holding.final] + [final(row)])
+        return self.budget.admits(row, *holdings, beside)
 
     def relieve(self, preparation: PrefillCohort | None) -> PrefillCohort | None:
         """Preempt the newest rows while the next step would hold too much; return what is left of the preparation.
 
-        A lone row is left alone: it was refused if it did not fit.
+        A lone row is left alone: it was refused if it did not fit. What is left is the method's, for what it can do without.
         """
         while (row := self._excess(preparation)) is not None:
             if preparation is not None and row in preparation.rows:
@@ -45,6 +49,8 @@ class Relief:
             elif not self.group.evict(row):
                 continue
             self.preempt(row)
+        if self.budget.limit is not None:
+            self.group.spare(lambda: self.budget.left(*self._holdings(preparation)))
         return preparation
 
     def preempt(self, row: Row) -> None:

@@ -5,12 +5,12 @@ It accepts no draft itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from oarlock.core.contracts.method import GroupedMethod
+from oarlock.core.contracts.method import GroupedMethod, StoringMethod
 from oarlock.core.contracts.proposer import ListeningRows, ProposerRows
 from oarlock.core.recording import StepLog
 from oarlock.core.row import Row
@@ -35,6 +35,15 @@ class Windows:
         """Tokens a row of the longest forward that the open method may cut."""
         return self._method.window if self._method is not None else 1
 
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return the bytes that the method holds at most beside the caches of rows of ``tokens``."""
+        return self._method.beside(tokens) if isinstance(self._method, StoringMethod) else 0
+
+    def spare(self, left: Callable[[], int]) -> None:
+        """Let the method hold as many bytes beside its caches as are ``left``; asked only where it holds any."""
+        if isinstance(self._method, StoringMethod):
+            self._method.spare(left())
+
     def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int]) -> PendingDraw:
         """Sample behind each real token of a window."""
         with self.log.times.spent("build"):
@@ -45,10 +54,11 @@ class Windows:
         """Account what each row took of a window."""
         self._samplers.accept(taken)
         self.log.verified_forwards += 1
+        self.log.verified_tokens += sum(taken)
         for row, width, lines, sure in zip(self._rows, widths, taken, known or [0] * len(taken), strict=True):
             row.sampled += lines
-            self.log.drafted_tokens += width - 1 - sure
-            self.log.accepted_tokens += max(0, lines - 1 - sure)
+            self.log.drafted.update(range(width - 1 - sure))
+            self.log.accepted.update(range(lines - 1 - sure))
 
     def longest_append(self, tokens: int, width: int) -> int:
         """Return ``width``, or less where a layer's storage changes before."""

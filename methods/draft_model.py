@@ -60,12 +60,30 @@ class DraftModelRows:
         self._rows: list[Row] = []
         self._caches: list[BatchCache] = []
         self._said: dict[Row, _Said] = {}
+        self._limit: int | None = None
+
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return what the caches come to at most, with drafts behind ``tokens`` and a chunk of a prompt beside them."""
+        if not tokens:
+            return 0
+        longest = max(tokens)
+        longest += max(DEEPEST, min(CHUNK, longest))  # a window is as wide in the longest row as in any
+        caches = self._caches or self._companion.open_caches(window=DEEPEST)
+        return sum(cache.projected([longest] * max(len(tokens), len(self._rows))) for cache in caches)
+
+    def spare(self, limit: int) -> None:
+        """Hold no more than ``limit`` bytes: all rows, or none."""
+        self._limit = limit
+        if not self._fits(self._rows):
+            self.drop(self._rows)
 
     def propose(self, rows: Sequence[Row], depths: Sequence[int]) -> list[list[int]]:
         """Return drafts, computed in one forward a place for all rows that want one. One read."""
         depths = [min(depth, DEEPEST) for depth in depths]
         wanted = {row: depth for row, depth in zip(rows, depths, strict=True) if depth and self._asks(row, depth)}
-        if wanted:
+        if wanted and not self._fits({**dict.fromkeys(self._rows), **wanted}):
+            self.drop(self._rows)
+        elif wanted:
             self._join(wanted)
             self._draft([wanted.get(row, 0) for row in self._rows])
         return [
@@ -92,6 +110,11 @@ class DraftModelRows:
         """Let go of the model."""
         self.drop(self._rows)
         self._companion.leave()
+
+    def _fits(self, rows: Iterable[Row]) -> bool:
+        """Return whether what rows come to is allowed."""
+        tokens = [row.prompt_tokens + len(row.token_ids) for row in rows]
+        return self._limit is None or self.beside(tokens) <= self._limit
 
     def _asks(self, row: Row, depth: int) -> bool:
         """Return whether something has to be computed for a row; what its positions do not reach is not."""

@@ -17,6 +17,7 @@ import structlog
 from oarlock.core import hookimpl
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.contracts.method import Draw, Drawn, MethodHost
+from oarlock.core.contracts.proposer import StoringRows
 from oarlock.core.request import is_whole
 from oarlock.core.row import Row
 from oarlock.methods.depths import Depths, Fixed
@@ -71,6 +72,15 @@ class SpeculativeDecoding(FillDecoding):
     def running_tokens(self) -> int:
         """As many tokens for each row as the widest may have in the next window, or append."""
         return max(super().running_tokens, len(self._host.rows) * (1 + max(self._wanted(), default=0)))
+
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return what the proposer holds at most."""
+        return self._proposer.beside(tokens) if isinstance(self._proposer, StoringRows) else 0
+
+    def spare(self, limit: int) -> None:
+        """Let the proposer hold so much."""
+        if isinstance(self._proposer, StoringRows):
+            self._proposer.spare(limit)
 
     def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:
         """Adopt a lone row's caches by reference, or copy them into the next slots."""
@@ -210,6 +220,10 @@ class Speculative:
 
     name: str = "speculative"
     options: type = SpeculativeOptions
+
+    def window(self, options: SpeculativeOptions) -> int:
+        """Return a token and its drafts."""
+        return 1 + options.depth
 
     def check(self, bound: Any, options: SpeculativeOptions) -> None:
         """Raise where the proposer is unknown, its options are wrong, or it cannot draft for this model."""

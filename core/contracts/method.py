@@ -231,6 +231,34 @@ class Method(Protocol):
 
 
 @runtime_checkable
+class WindowedMethod(Protocol):
+    """What a method has besides, whose groups have a `GroupedMethod.window` of more than one token."""
+
+    def window(self, options: Any) -> int:
+        """Return the window of the groups that it opens with these options: what a row needs is known by it before."""
+        ...
+
+
+@runtime_checkable
+class StoringMethod(Protocol):
+    """What a `GroupedMethod` has besides, that holds arrays beside its rows' caches: the budget of bytes counts them.
+
+    Both are called on the driving thread, and only where there is a budget.
+    """
+
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return the bytes that it holds at most beside the caches of rows of ``tokens``, no fewer rows than there are."""
+        ...
+
+    def spare(self, limit: int) -> None:
+        """Hold no more than ``limit`` bytes beside the caches until the next call, which comes before each step.
+
+        Rows go on without what does not fit.
+        """
+        ...
+
+
+@runtime_checkable
 class CheckedMethod(Protocol):
     """What a method has besides, that can tell at bind whether it can do what its options ask for."""
 

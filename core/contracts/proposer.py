@@ -38,6 +38,22 @@ class ProposerRows(Protocol):
         ...
 
 
+@runtime_checkable
+class StoringRows(Protocol):
+    """What `ProposerRows` have besides, that hold arrays: the same two calls as `contracts.method.StoringMethod`.
+
+    A proposer that must not hold what drafts would need has none.
+    """
+
+    def beside(self, tokens: Sequence[int]) -> int:
+        """Return the bytes that it holds at most for rows of ``tokens``, no fewer rows than there are."""
+        ...
+
+    def spare(self, limit: int) -> None:
+        """Hold no more than ``limit`` bytes until the next call."""
+        ...
+
+
 class Companion(Protocol):
     """A second model beside the bound one, as ``bound.companion(source)`` lends it to a proposer.
 

@@ -6,11 +6,11 @@ import attrs
 import pytest
 
 from oarlock.core import FinishReason, SamplingParams, forward
-from oarlock.core.errors import InvalidConfigValue, UnknownName
+from oarlock.core.errors import InvalidConfigValue, ProposerRefused, UnknownName
 from oarlock.core.sampling import PendingDraw
 from oarlock.core.testing.oracle import Oracle
 from oarlock.layouts.rotating import RingCache
-from oarlock.methods.speculative import SpeculativeDecoding
+from oarlock.methods.speculative import Speculative, SpeculativeDecoding
 
 SETTLE = forward.settle
 
@@ -144,15 +144,15 @@ def test_twin_rows_that_advance_alike_are_noticed(bench, planted, monkeypatch, k
 
 # --- ends within a block ----------------------------------------------------------------------------------------------
 
-WORDS = {5: "al", 6: "pha be", 10: "ta", 11: " gam", 12: "ma", 13: " del", 14: "ta ep", 7: "<end>"}
+WORDS = {5: "al", 6: "pha be", 10: "ta", 11: " gam", 12: "ma", 13: " del", 14: "ta ep", 7: "<end>", 8: "<eot>"}
 SAID = (5, 6, 10, 11, 12, 13, 14, 5, 6, 10, 11, 12)
 LIMITS = range(1, 10)
 STOPS = ["al", "pha", "beta", "gamma", "mma d", "delta", "ep", "alpha beta gamma delta", "nowhere"]
 
 
 def check_ends(bench):
-    """An id that ends it, a stop string, and a limit at every place of a block: as without drafts, reason and all."""
-    ended = {30 + place: (*SAID[:place], 7, *SAID) for place in range(8)}
+    """One of two ids that end it, a stop string, a limit at every place of a block: as without drafts, reason and all."""
+    ended = {30 + place: (*SAID[:place], 7 + place % 2, *SAID) for place in range(8)}
     scripts = {3: SAID, **ended}
     answers = {(first,): script for first, script in scripts.items()}
     requests = [bench.ask(first, n=11) for first in ended]
@@ -161,7 +161,7 @@ def check_ends(bench):
     outcomes = []
     for method in ({"name": "plain"}, speculative(4)):
         plugins = [Oracle(answers=answers, wrong=0.0)] if method["name"] != "plain" else []
-        engine = bench.engine(bench.Scripted(scripts), bench.Words(WORDS, {7}), plugins, method=method)
+        engine = bench.engine(bench.Scripted(scripts), bench.Words(WORDS, {7, 8}), plugins, method=method)
         results = engine.generate(requests)
         outcomes.append(
             [(r.token_ids, r.text, r.finish_reason, r.usage.generated_tokens, len(r.token_ids)) for r in results]
@@ -171,12 +171,12 @@ def check_ends(bench):
     assert [r[2] for r in outcomes[1][: len(ended)]] == [FinishReason.STOP] * len(ended)
 
 
-@pytest.mark.fault("E-08")
+@pytest.mark.fault("E-08", "N-01", "N-05", "N-08")
 def test_ends_within_a_block_are_those_of_plain_decoding(bench):
     check_ends(bench)
 
 
-@pytest.mark.fault("E-08", twin=True)
+@pytest.mark.fault("E-08", "N-05", twin=True)
 def test_twin_blocks_that_are_delivered_whole_are_noticed(bench, planted, monkeypatch):
     deliver = SpeculativeDecoding._take
 
@@ -241,18 +241,33 @@ def test_twin_records_of_one_token_a_row_are_noticed(bench, planted, monkeypatch
 # --- options ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("E-10")
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"proposer": "nobody"}, UnknownName),
-        ({"proposer": ""}, InvalidConfigValue),
-        ({"depth": -2}, InvalidConfigValue),
-    ],
-)
-def test_options_without_a_usable_draft_are_refused_when_the_engine_is_built(bench, options, error):
+UNUSABLE = [
+    ({"proposer": "nobody"}, UnknownName),
+    ({"proposer": "oracle"}, ProposerRefused),
+    ({"proposer": ""}, InvalidConfigValue),
+    ({"depth": -2}, InvalidConfigValue),
+]
+
+
+def check_refused(bench, options, error):
+    """When the engine is built, not at the first request."""
+    oracle = Oracle(answers={}, refusal="it knows nothing")
     with pytest.raises(error):
-        bench.engine(bench.tiny(), method={"name": "speculative", **options})
+        bench.engine(bench.tiny(), plugins=[oracle], method={"name": "speculative", **options})
+
+
+@pytest.mark.fault("E-10")
+@pytest.mark.parametrize(("options", "error"), UNUSABLE)
+def test_options_without_a_usable_draft_are_refused_when_the_engine_is_built(bench, options, error):
+    check_refused(bench, options, error)
+
+
+@pytest.mark.fault("E-10", twin=True)
+@pytest.mark.parametrize(("options", "error"), UNUSABLE[:2])
+def test_twin_a_draft_that_is_looked_for_later_is_noticed(bench, planted, monkeypatch, options, error):
+    monkeypatch.setattr(Speculative, "check", lambda *_: None)
+    with planted():
+        check_refused(bench, options, error)
 
 
 @pytest.mark.fault("E-10")

@@ -161,7 +161,7 @@ class Stale(ProcessorGroup):
     def nothing_moves(self, rows):
         self._rows = list(rows)
 
-    def everybody_is_processed(self, logits, errors, lines=None, drafted=None):
+    def everybody_is_processed(self, logits, errors, lines=None):
         scores = logits
         for opened in self._opened:
             rows = mx.arange(logits.shape[0], dtype=mx.int32) % len(opened.places)
@@ -265,8 +265,8 @@ def test_a_row_that_may_take_nothing_is_not_let_run_free(bench):
 def test_twin_a_processor_that_steps_aside_is_noticed(bench, planted, monkeypatch):
     apply = ProcessorGroup.apply
 
-    def lenient(self, logits, errors, lines=None, drafted=None):
-        scores = apply(self, logits, errors, lines, drafted)
+    def lenient(self, logits, errors, lines=None):
+        scores = apply(self, logits, errors, lines)
         return mx.where(mx.isfinite(scores).any(axis=-1, keepdims=True), scores, logits)
 
     monkeypatch.setattr(ProcessorGroup, "apply", lenient)

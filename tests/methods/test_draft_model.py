@@ -201,6 +201,7 @@ def test_another_vocabulary_is_refused(tiny):
 
 
 @pytest.mark.fault("E-10")
+@pytest.mark.fault("E-10")
 @pytest.mark.parametrize("other", [Letters(shift=1), Letters(first=34)], ids=["cuts", "means"])
 def test_another_tokenizer_of_the_same_size_is_refused(tiny, other):
     """Where it cuts text into other tokens, and where a token means something else."""

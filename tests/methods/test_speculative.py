@@ -88,6 +88,8 @@ def test_drafts_that_are_right_save_forwards(tiny, serial, knowing):
     stats = engine.stats()
     assert stats["verified_forwards"] == 5
     assert (stats["drafted_tokens"], stats["accepted_tokens"]) == (4 * 4 + 2, 4 * 4 + 2)
+    assert stats["drafted_by_position"] == stats["accepted_by_position"] == [5, 5, 4, 4]
+    assert stats["tokens_per_verify"] == 23 / 5
     assert (result.usage.drafted_tokens, result.usage.accepted_tokens) == (18, 18)
 
 
@@ -100,6 +102,25 @@ def test_the_proposer_hears_what_became_of_its_drafts(tiny, knowing):
     assert not engine.oracle.known
 
 
+def test_drafts_are_counted_by_their_position(tiny, knowing):
+    """SPEC 15.16: by what the proposer heard, since a draft is accepted only behind those before it."""
+    engine = knowing(tiny)
+    results = engine.generate(asks())
+    stats, windows = engine.stats(), [count for _, count in engine.oracle.committed]
+    accepted, drafted = stats["accepted_by_position"], stats["drafted_by_position"]
+    assert sum(accepted) == sum(result.usage.accepted_tokens for result in results)
+    assert sum(drafted) == sum(result.usage.drafted_tokens for result in results)
+    assert len(drafted) == DEPTH
+    for position, (right, made) in enumerate(zip(accepted, drafted, strict=True)):
+        assert sum(count > position for count in windows) <= right < made
+    assert accepted == sorted(accepted, reverse=True)
+    alone = knowing(tiny)
+    alone.generate(asks(1))
+    said = alone.stats()
+    assert said["tokens_per_verify"] == pytest.approx(1 + said["accepted_tokens"] / said["verified_forwards"])
+    assert stats["tokens_per_verify"] > said["tokens_per_verify"]
+
+
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_without_drafts_it_is_plain_decoding(tiny, serial, knowing, pipeline, monkeypatch):
     """The same forwards, and the next step is built before the previous one is read."""
@@ -108,7 +129,8 @@ def test_without_drafts_it_is_plain_decoding(tiny, serial, knowing, pipeline, mo
     monkeypatch.setattr(PendingDraw, "read", lambda draw: order.append("read") or read(draw))
     engine = knowing(tiny, silent=1.0, scheduler={"pipeline": pipeline})
     assert tokens(engine.generate(asks(1))) == wanted(serial)[:1]
-    assert engine.stats()["verified_forwards"] == 0
+    assert engine.stats()["verified_forwards"] == engine.stats()["tokens_per_verify"] == 0
+    assert engine.stats()["accepted_by_position"] == []
     assert order[1:4] == (["build", "build", "read"] if pipeline else ["build", "read", "build"])
 
 

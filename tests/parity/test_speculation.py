@@ -54,6 +54,11 @@ storages = pytest.mark.parametrize(
     "key", [pytest.param(key, marks=() if key in QUICK else pytest.mark.long) for key in STORAGES]
 )
 LENGTHS, LIMITS = (12, 3, 7, 1, 9), (30, 9, 22, 1, 26)
+APART = {"packed": 9, "packed blocks": 9, "packed rings": 2, "delayed": 2, "delayed rings": 11}
+"""Prompts, by seed, with which the two best scores of a greedy row are further apart than a code's last bit moves them.
+
+Weights that are off by a ten-millionth move scores by up to 0.004 in packed storage, and 0.00002 in any other.
+"""
 DEPTH = 4
 NOISE = 0.03
 MARK, WORDS = 1e-9, 6
@@ -81,7 +86,7 @@ def vocabulary(key):
 
 
 def prompts(key):
-    return [tuple(prompt) for prompt in models.prompts(LENGTHS, min(97, vocabulary(key)))]
+    return [tuple(prompt) for prompt in models.prompts(LENGTHS, min(97, vocabulary(key)), APART.get(key, 0))]
 
 
 def requests(key, sampling, rows=5, **changes):
@@ -123,14 +128,15 @@ def check(key, sampling, results, opened):
 
 
 def check_companies(arrival, key, sampling, method, plugin):
-    """One, two and five rows, at once and one by one: some drafts are right and some are wrong."""
-    accepted = drafted = 0
+    """Up to one, two and five rows at a time, at once or one by one, until each had its turn.
+
+    Each time some drafts are right and some are wrong.
+    """
     for rows, every in ((1, 0), (2, 1), (5, 2)):
-        with engine(key, method, [plugin], prefill_chunk=5) as opened:
-            results = arrival(opened, requests(key, SAMPLING[sampling], rows), every)
-            right, made = check(key, sampling, results, opened)
-            accepted, drafted = accepted + right, drafted + made
-    assert 0 < accepted < drafted
+        with engine(key, method, [plugin], prefill_chunk=5, max_batch=rows) as opened:
+            results = arrival(opened, requests(key, SAMPLING[sampling]), every)
+            accepted, drafted = check(key, sampling, results, opened)
+        assert 0 < accepted < drafted, f"{rows} rows"
 
 
 def oracle(key, sampling, **options):

@@ -1,5 +1,9 @@
-"""Drafts, constraints, processors, seeds, log-probabilities and ends in one batch: each row says what it says alone, plainly."""
+"""Drafts, constraints, processors, seeds, log-probabilities and ends in one batch: each row says what it says alone, plainly.
 
+With prefixes that were computed before and a process that ends in the middle as well.
+"""
+
+import attrs
 import numpy as np
 import pytest
 
@@ -129,3 +133,76 @@ def test_every_row_says_what_it_says_alone(alone, pipeline, every, most, specula
         assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
         assert factory.taken_back
         assert all(result.usage.accepted_tokens > 0 for result in results)
+
+
+SHARED, INTERVAL, WINDOW = 20, 4, 5
+"""Tokens that all prompts begin with; tokens between two checkpoints of a row; tokens of the widest window."""
+
+
+class Prefilled:
+    """Counts the tokens of prompts that were forwarded, those that drafted rows forwarded again included."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    @hookimpl
+    def step_finished(self, step):
+        self.tokens += step.prefill_tokens
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """Rows whose prompts begin alike, and their results alone, without anything that was kept."""
+    model = models.build("tiny-full")
+    start, *rest = models.prompts((SHARED, *LENGTHS), V)
+    asked = requests([(*start, *prompt) for prompt in rest])
+    return model, tuple(start), asked, [run(model, [request], [Factory()])[0][0] for request in asked]
+
+
+def opened(model, asked, wanted, directory, *plugins, **scheduler):
+    """An engine that drafts, keeps prefixes in memory and checkpoints in a directory."""
+    answers = {request.prompt_ids: result.token_ids for request, result in zip(asked, wanted, strict=True)}
+    method = {"name": "speculative", "proposer": "oracle", "depth": WINDOW - 1, "adaptive": False}
+    kept = {"name": "memory", "publish_min_tokens": 4, "checkpoints": str(directory)}
+    config = {"scheduler": scheduler, "state_cache": kept, "method": method}
+    return Engine(model, config=config, identity="weights", plugins=[Oracle(answers=answers, vocabulary=V), *plugins])
+
+
+@pytest.mark.parametrize("settings", [{}, {"pipeline": False}, {"max_batch": 4, "prefill_chunk": 7}], ids=str)
+@pytest.mark.parametrize("tokens", [6, 30, 75])
+def test_prefixes_and_a_restart_change_nothing_either(shared, settings, tokens, tmp_path):
+    """Rows adopt what a request before them left, and what one process began another one ends."""
+    model, start, asked, wanted = shared
+    factory, told = Factory(), []
+    asked = [
+        attrs.evolve(request, checkpoint_interval=INTERVAL, on_token=lambda event: told.append(event))
+        for request in asked
+    ]
+    with opened(model, asked, wanted, tmp_path, factory, **settings) as first:
+        first.generate([Request(prompt_ids=(*start, 1), max_tokens=2)])
+        handles = [first.submit(request) for request in asked]
+        while len(told) < tokens:
+            first.step()
+        known, ended = [tuple(handle._row.token_ids) for handle in handles], [handle.done for handle in handles]
+        for each in first._store._store._directories:
+            each.flush()
+        before = first.stats()
+    assert before["recoveries"] == 0
+    assert before["state_cache"]["hits"] >= len([said for said in known if said])
+    prefilled = Prefilled()
+    with opened(model, asked, wanted, tmp_path, factory, prefilled, **settings) as second:
+        results = second.generate(asked)
+        after = second.stats()
+    # What a step takes is written in the next one, and what is over is taken away.
+    kept = [len(said) > 1 + WINDOW and not over for said, over in zip(known, ended, strict=True)]
+    for got, want, said, resumed in zip(results, wanted, known, kept, strict=True):
+        assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason), got.id
+        assert got.token_ids[: len(said)] == said
+        assert got.usage.cached_tokens >= SHARED or not resumed
+    assert [[each.token for each in side[4].logprobs] for side in (results, wanted)] == [list(wanted[4].token_ids)] * 2
+    assert 0 < before["accepted_tokens"] + after["accepted_tokens"] < before["drafted_tokens"] + after["drafted_tokens"]
+    assert factory.taken_back
+    assert after["recoveries"] == 0
+    fresh = sum(len(request.prompt_ids) for request, resumed in zip(asked, kept, strict=True) if not resumed)
+    assert prefilled.tokens <= fresh + sum(kept) * (2 * INTERVAL + WINDOW)
+    assert any(kept) or tokens < 30

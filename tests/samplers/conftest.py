@@ -21,6 +21,19 @@ class Make:
         return mx.array(rng.integers(0, 2**32, (rows, 2), dtype=np.uint32))
 
     @staticmethod
+    def density(line, params):
+        """Return the probabilities of one row's tokens by the definition: in float64, by a sort."""
+        relative = np.exp((line.astype(np.float64) - line.max()) / params.temperature)
+        order = np.argsort(-relative, kind="stable")
+        size = min(params.top_k or line.size, line.size)
+        mass = np.cumsum(relative[order[:size]])
+        count = int((mass < params.top_p * mass[-1]).sum()) + 1 if params.top_p < 1 else size
+        stays = [i for i in order[:count] if relative[i] >= params.min_p]
+        density = np.zeros(line.size)
+        density[stays] = relative[stays]
+        return density / density.sum()
+
+    @staticmethod
     def params(rng, greedy=True):
         """Return one row's parameters: every filter on or off, extremes included."""
         return SamplingParams(

@@ -19,19 +19,6 @@ def position_keys(seed, count):
     return mx.array(keys)
 
 
-def exact_density(line, params):
-    """The definition in float64, by a sort."""
-    relative = np.exp((line.astype(np.float64) - line.max()) / params.temperature)
-    order = np.argsort(-relative, kind="stable")
-    size = min(params.top_k or line.size, line.size)
-    mass = np.cumsum(relative[order[:size]])
-    count = int((mass < params.top_p * mass[-1]).sum()) + 1 if params.top_p < 1 else size
-    stays = [i for i in order[:count] if relative[i] >= params.min_p]
-    density = np.zeros(line.size)
-    density[stays] = relative[stays]
-    return density / density.sum()
-
-
 CASES = {
     "temperature": SamplingParams(temperature=1.0),
     "top_p": SamplingParams(temperature=0.6, top_p=0.9),
@@ -47,10 +34,10 @@ def draws(params, line, seed=0):
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_20000_draws_at_different_positions_follow_the_exact_density(params):
+def test_20000_draws_at_different_positions_follow_the_exact_density(make, params):
     """Chi-square over the tokens that are expected at least five times, and total variation over all."""
     line = (np.random.default_rng(1).normal(size=97) * 2).astype(np.float32)
-    expected = exact_density(line, params) * DRAWS
+    expected = make.density(line, params) * DRAWS
     counts = np.bincount(draws(params, line), minlength=97)
     assert (counts[expected == 0] == 0).all()
     often = expected >= 5
@@ -61,10 +48,10 @@ def test_20000_draws_at_different_positions_follow_the_exact_density(params):
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_twin_a_wrong_temperature_is_noticed(params):
+def test_twin_a_wrong_temperature_is_noticed(make, params):
     line = (np.random.default_rng(1).normal(size=97) * 2).astype(np.float32)
     wrong = SamplingParams(temperature=params.temperature * 1.15, top_k=params.top_k, top_p=params.top_p)
-    expected = exact_density(line, params) * DRAWS
+    expected = make.density(line, params) * DRAWS
     counts = np.bincount(draws(wrong, line), minlength=97)
     often = expected >= 5
     freedom = max(1, int(often.sum()) - 1)
@@ -73,11 +60,11 @@ def test_twin_a_wrong_temperature_is_noticed(params):
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("size", [97, 49152])
-def test_density_is_the_exact_one(params, size):
+def test_density_is_the_exact_one(make, params, size):
     lines = (np.random.default_rng(2).normal(size=(4, size)) * 3).astype(np.float32)
     density = np.exp(np.array(Categorical().open([params] * 4).density(mx.array(lines))).astype(np.float64))
     for line, got in zip(lines, density, strict=True):
-        assert np.abs(got - exact_density(line, params)).sum() < 2e-5
+        assert np.abs(got - make.density(line, params)).sum() < 2e-5
 
 
 def test_keys_decide_everything():
