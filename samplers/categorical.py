@@ -25,6 +25,7 @@ import mlx.core as mx
 from oarlock.core import hookimpl
 from oarlock.samplers import narrow, truncate
 from oarlock.samplers.greedy import GreedyRows
+from oarlock.samplers.lanes import spread
 
 if TYPE_CHECKING:
     from oarlock.core.contracts.sampler import Sampler
@@ -101,6 +102,16 @@ class CategoricalRows:
         """Return uint32 tokens ``[R]``, bit for bit those of `draw` of `density`."""
         if self._greedy and not self._drawn:
             return GreedyRows().sample(logits, keys)
+        return spread(logits.shape, lambda part: self._sample(logits[part], keys[part], self._whose(rows, part)))
+
+    def _whose(self, rows: mx.array | None, part: slice) -> mx.array | None:
+        """Return the rows of some lines; None where they are all rows in their order."""
+        if rows is not None:
+            return rows[part]
+        whole = part == slice(0, len(self._params))
+        return None if whole else mx.arange(part.start, part.stop, dtype=mx.int32)
+
+    def _sample(self, logits: mx.array, keys: mx.array, rows: mx.array | None) -> mx.array:
         device = self._device.take(rows)
         scores, mask = self._normalised(logits, device)
         weights = _weights(scores)  # (R, V)

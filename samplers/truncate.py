@@ -29,6 +29,9 @@ BLOCK = 1024
 ONE = 0x3F800000
 """The bits of 1.0 in float32. Floats that are not negative compare as their bits do."""
 
+SPARED = 2.0**-20
+"""A share of the mass that rounding of a target stays far below."""
+
 LOG2_E = 1.4426950408889634
 ROUNDER = 12582912.0
 """1.5 * 2**23: adding it to a float32 leaves the nearest integer in the low bits."""
@@ -116,6 +119,7 @@ def top_p(bits: mx.array, candidates: mx.array, p: mx.array, total: mx.array) ->
     """
     target = (total.astype(mx.float32) * p).astype(mx.int64)  # (R, 1)
     target = mx.clip(target, mx.array(1, dtype=mx.int64), total)
+    candidates = candidates * (candidates.view(mx.float32) >= _negligible(p, total, bits.shape[-1]))  # (R, C)
     kept = mx.zeros(target.shape, dtype=mx.int32)  # (R, 1)
     lines = mx.arange(bits.shape[0]) * 2  # (R,)
     while (size := candidates.shape[-1]) > BLOCK:
@@ -134,6 +138,17 @@ def top_p(bits: mx.array, candidates: mx.array, p: mx.array, total: mx.array) ->
     bound = mx.take_along_axis(candidates, last, axis=-1)  # (R, 1)
     ties = kept + last + 1 - (bits > bound).sum(axis=-1, keepdims=True)  # (R, 1)
     return Cut(mx.where(p < 1, bound, -1), mx.where(p < 1, ties, 0))
+
+
+def _negligible(p: mx.array, total: mx.array, size: int) -> mx.array:
+    """Return a relative probability ``[R, 1]`` below which no token of ``size`` is needed for ``p * total``.
+
+    All those together weigh less than half of what may be missing, or nothing counts as such where that is near rounding.
+    Partitioning is several times as fast where most candidates are equal: of a model's scores hardly a tenth are left.
+    """
+    missing = mx.maximum(1 - p - SPARED, 0)  # (R, 1)
+    least = missing * total.astype(mx.float32) * (0.5 * 2.0**-MASS_BITS / size)  # (R, 1)
+    return mx.where(p < 1, least, 2.0)  # without top_p none is: what is found for such a line counts for nothing
 
 
 def _running(values: mx.array) -> mx.array:
