@@ -39,6 +39,7 @@ class Bound:
     model: Model
     verdict: object = SimpleNamespace(ragged=True)
     adapters: object = SimpleNamespace(applied=lambda _: nullcontext())
+    tap: object = SimpleNamespace(watching=lambda *_: nullcontext(), settled=lambda *_: None)
 
 
 @attrs.define
