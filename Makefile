@@ -1,6 +1,6 @@
 # Everything below sets itself up: a Python >= 3.11 and make are enough.
 #   make demo       answers of a real model, rows joining and leaving the batch
-#   make test       the tests that fit in 12 minutes on 2 cores; make test-all: all of them
+#   make test       what takes about 20 minutes on 2 cores; make test-all: all tests
 #   make lint       ruff and mypy
 #   make bench      the benchmarks
 #   make faults     write docs/faults.md from the catalogue and the tests
