@@ -91,13 +91,13 @@ class SpeculativeDecoding(FillDecoding):
         """Verify drafts where there are any, else take a plain step. What is unread is read before drafts follow it."""
         self._depths.start()
         steady = work is None and (self._register is not None or not self._pipeline)
-        self._widest, drafts = 0, self._drafts()
+        self._widest, (drafts, certain) = 0, self._drafts()
         if any(drafts) and self._register is not None:
             self.flush()
-            steady, drafts = False, self._drafts()
+            steady, (drafts, certain) = False, self._drafts()
         count, width = len(self._host.rows), 1 + max(map(len, drafts), default=0)
         if width > 1:
-            self._verify(drafts, work)
+            self._verify(drafts, certain, work)
         elif count:
             super().advance(work)
             self._depths.passed()
@@ -138,36 +138,37 @@ class SpeculativeDecoding(FillDecoding):
             limits.append(max(0, self._host.longest_append(tokens, width) - 1))
         return self._depths.choose(rows, limits)
 
-    def _drafts(self) -> list[Sequence[int]]:
-        """Return drafts of each row, none where tokens are known. An error of the proposer costs them, and no row."""
+    def _drafts(self) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+        """Return drafts of each row, none where tokens are known, and beside them these: a row whose last token is unread knows none.
+
+        An error of the proposer costs drafts, and no row.
+        """
         rows, wanted = self._host.rows, self._wanted()
         none: list[Sequence[int]] = [()] * len(rows)
+        certain = none
         if any(wanted):
-            wanted = [0 if span else depth for span, depth in zip(self._certain(), wanted, strict=True)]
+            certain = list(self._ahead()) if self._host.constrained else none
+            wanted = [0 if span else depth for span, depth in zip(certain, wanted, strict=True)]
         if not any(wanted):
-            return none
+            return none, certain
         try:
             drafts = self._proposer.propose(rows, wanted)
         except Exception as error:  # noqa: BLE001 - whatever it is, rows can do without
             if not self._failed:
                 _log.warning("proposer_failed", error=repr(error))
             self._failed = True
-            return none
+            return none, certain
         limits = [min(len(draft), depth) for draft, depth in zip(drafts, wanted, strict=True)]
         worth = self._depths.choose(rows, limits)
-        return [draft[:depth] for draft, depth in zip(drafts, worth, strict=True)]
+        return [draft[:depth] for draft, depth in zip(drafts, worth, strict=True)], certain
 
-    def _certain(self) -> list[Sequence[int]]:
-        """Return what must follow each row; nothing of a row whose last token is unread."""
-        return list(self._ahead()) if self._host.constrained else [()] * len(self._host.rows)
-
-    def _verify(self, drafts: Sequence[Sequence[int]], work: Any) -> None:
+    def _verify(self, drafts: Sequence[Sequence[int]], certain: Sequence[Sequence[int]], work: Any) -> None:
         """Forward every row's current token with its drafts, and let each take what it drew, up to its first other token.
 
-        Beside them a row that knows tokens has as many of those as the widest has drafts: it draws just them.
+        Beside them a row that is ``certain`` of tokens has as many of those as the widest has drafts: it draws just them.
         """
         rows, deepest = list(self._host.rows), max(map(len, drafts))
-        certain = [() if draft else span[:deepest] for span, draft in zip(self._certain(), drafts, strict=True)]
+        certain = [() if draft else span[:deepest] for span, draft in zip(certain, drafts, strict=True)]
         windows = [[row.current, *span, *draft] for row, span, draft in zip(rows, certain, drafts, strict=True)]
         widths, known = [len(window) for window in windows], [len(span) for span in certain]
         widest = max(widths)

@@ -43,10 +43,10 @@ def spread(shape: Sequence[int], compute: Callable[[slice], mx.array]) -> mx.arr
     It is called for some of them at a time, and must give what it gives for all. Nothing is evaluated here.
     """
     lines, size = shape
-    count = 1
-    if mx.default_device().type == mx.DeviceType.cpu:
-        count = max(1, min(MOST, cores(), lines, lines * size // LEAST))
-    if count == 1:
+    count = min(MOST, lines, lines * size // LEAST)
+    if count > 1:
+        count = min(count, cores()) if mx.default_device().type == mx.DeviceType.cpu else 1
+    if count <= 1:
         return compute(slice(0, lines))
     bounds = [lines * part // count for part in range(count + 1)]
     slices = [slice(*pair) for pair in itertools.pairwise(bounds)]
