@@ -13,9 +13,10 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from oarlock.core import Request, SamplingParams
+from oarlock.core import Request, SamplingParams, hookimpl
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
+from oarlock.samplers.histories import Histories
 
 NAN, DEAD = -1, -2
 """Tokens of a script: the scores there are not numbers, or all minus infinity."""
@@ -75,6 +76,63 @@ class Words:
 
     def apply_chat_template(self, messages):
         return self.encode("|".join(message["content"] for message in messages))
+
+
+class Recorder:
+    """A processor that notes what stands before each line of scores, and how much of it is drafted, by prompt."""
+
+    name, is_argmax_invariant, fields, extra = "recorder", False, frozenset(), frozenset({"recorder"})
+
+    def __init__(self):
+        self.noted = {}
+
+    @hookimpl
+    def register_processors(self, register):
+        register(self)
+
+    def check(self, params, vocabulary):
+        pass
+
+    def handles(self, row):
+        return "recorder" in row.params.extra
+
+    def open(self, rows):
+        return RecorderRows(self, rows)
+
+
+class RecorderRows(Histories):
+    def __init__(self, recorder, rows):
+        super().__init__(rows)
+        self._recorder, self._marks = recorder, [row.params.extra["recorder"] for row in rows]
+
+    def apply(self, logits, rows=None, drafted=None):
+        past, whose = self.lines(rows, drafted), range(len(logits)) if rows is None else rows.tolist()
+        counts = drafted.counts if drafted is not None else [0] * len(logits)
+        for line, (row, ahead) in enumerate(zip(whose, counts, strict=True)):
+            history = tuple(past.tokens[line, : past.lengths[line].item()].tolist())
+            self._recorder.noted.setdefault(self._marks[row], []).append((history, ahead))
+        return logits
+
+    def keep(self, indices):
+        super().keep(indices)
+        self._marks = [self._marks[i] for i in indices]
+
+
+class Grammar:
+    """A constraint factory, and its plugin: registers as ``counting`` and keeps what it opened, by a class of constraints."""
+
+    name = "counting"
+
+    def __init__(self, constraint):
+        self.constraint, self.opened = constraint, []
+
+    def open(self, spec, tokenizer, request):
+        self.opened.append(self.constraint(**spec))
+        return self.opened[-1]
+
+    @hookimpl
+    def register_constraints(self, register):
+        register(self)
 
 
 class Worker(threading.Thread):
@@ -186,6 +244,7 @@ class Bench:
     """See `bench`."""
 
     Scripted, Words, Worker, NAN, DEAD = Scripted, Words, Worker, NAN, DEAD
+    Recorder, Grammar = Recorder, Grammar
     STORAGES = STORAGES
     tiny, ask, stored, row_alone, gaps = (staticmethod(f) for f in (tiny, ask, stored, alone, gaps))
     prompts, serial, compare = (staticmethod(f) for f in (models.prompts, models.serial, models.compare))

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from oarlock.core import Request, SamplingParams, hookimpl, processing
+from oarlock.core import Request, SamplingParams, processing
 from oarlock.core.constraints import Matcher
 from oarlock.core.errors import ConstraintFailed, OarlockError
 from oarlock.core.sampling import SamplerGroup
@@ -44,59 +44,19 @@ def asks(bench, params, n=20):
 # --- E-04, M-11: histories ------------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """A processor that notes what stands before each line of scores, and how much of it is drafted, by prompt."""
-
-    name, is_argmax_invariant, fields, extra = "recorder", False, frozenset(), frozenset({"recorder"})
-
-    def __init__(self):
-        self.lines = {}
-
-    @hookimpl
-    def register_processors(self, register):
-        register(self)
-
-    def check(self, params, vocabulary):
-        pass
-
-    def handles(self, row):
-        return "recorder" in row.params.extra
-
-    def open(self, rows):
-        return RecorderRows(self, rows)
-
-
-class RecorderRows(Histories):
-    def __init__(self, recorder, rows):
-        super().__init__(rows)
-        self._recorder, self._marks = recorder, [row.params.extra["recorder"] for row in rows]
-
-    def apply(self, logits, rows=None, drafted=None):
-        past, whose = self.lines(rows, drafted), range(len(logits)) if rows is None else rows.tolist()
-        counts = drafted.counts if drafted is not None else [0] * len(logits)
-        for line, (row, ahead) in enumerate(zip(whose, counts, strict=True)):
-            history = tuple(past.tokens[line, : past.lengths[line].item()].tolist())
-            self._recorder.lines.setdefault(self._marks[row], []).append((history, ahead))
-        return logits
-
-    def keep(self, indices):
-        super().keep(indices)
-        self._marks = [self._marks[i] for i in indices]
-
-
 def check_histories(bench, **settings):
     """Each token was drawn behind the prompt and the tokens before it, once each; without its drafts a line has no other."""
-    recorder = Recorder()
+    recorder = bench.Recorder()
     penalty = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     params = [SamplingParams(**penalty, extra={"recorder": row}) for row in range(3)]
     params.append(SamplingParams(temperature=0.9, seed=6, **penalty, extra={"recorder": 3}))
     requests = asks(bench, params)
-    results = check_as_alone(bench, requests, [recorder], [Recorder()], **settings)
+    results = check_as_alone(bench, requests, [recorder], [bench.Recorder()], **settings)
     for mark, (request, result) in enumerate(zip(requests, results, strict=True)):
         whole = (*request.prompt_ids, *result.token_ids)
         before = {whole[:end] for end in range(len(request.prompt_ids), len(whole) + 1)}
-        seen = {history for history, _ in recorder.lines[mark]}
-        assert {history[: len(history) - ahead] for history, ahead in recorder.lines[mark]} <= before
+        seen = {history for history, _ in recorder.noted[mark]}
+        assert {history[: len(history) - ahead] for history, ahead in recorder.noted[mark]} <= before
         assert before - {whole} <= seen
 
 
@@ -251,27 +211,10 @@ class Counting:
         del self.taken[-n:]
 
 
-class Grammar:
-    """Registers as ``counting`` and keeps what it opened."""
-
-    name = "counting"
-
-    def __init__(self):
-        self.opened = []
-
-    def open(self, spec, tokenizer, request):
-        self.opened.append(Counting(**spec))
-        return self.opened[-1]
-
-    @hookimpl
-    def register_constraints(self, register):
-        register(self)
-
-
 def counted(bench, specs, drafts):
     """Results of constrained rows of a model that would end at once, beside a free one; their constraints; the counts."""
     answers = {(8, row): draft for row, draft in enumerate(drafts)} | {(1,): [10, 11, 12, 13] * 4}
-    grammar = Grammar()
+    grammar = bench.Grammar(Counting)
     engine = bench.engine(
         bench.Scripted({8: [EOS], 1: [10, 11, 12, 13]}), bench.Words({}, eos=[EOS]),
         plugins=[grammar, Oracle(answers=answers, wrong=0.0, vocabulary=64)], method=METHOD,

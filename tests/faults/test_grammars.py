@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oarlock.core import Request, hookimpl
+from oarlock.core import Request
 from oarlock.core.constraints import Matcher
 from oarlock.core.errors import ConstraintFailed
 
@@ -44,23 +44,6 @@ class Counting:
         del self.taken[-n:]
 
 
-class Grammar:
-    """Registers as ``counting`` and keeps what it opened."""
-
-    name = "counting"
-
-    def __init__(self):
-        self.opened = []
-
-    def open(self, spec, tokenizer, request):
-        self.opened.append(Counting(**spec))
-        return self.opened[-1]
-
-    @hookimpl
-    def register_constraints(self, register):
-        register(self)
-
-
 def counting(*prompt, n=12, **spec):
     return Request(prompt_ids=prompt, max_tokens=n, constraint={"counting": spec})
 
@@ -71,7 +54,7 @@ def said(first, n):
 
 def run(bench, asked, **settings):
     """Its outcomes beside two rows that are free, the recorders, and the engine."""
-    grammar = Grammar()
+    grammar = bench.Grammar(Counting)
     engine = bench.engine(bench.Scripted(SCRIPTS), bench.Words({}, eos=[EOS]), plugins=[grammar], **settings)
     outcomes = engine.generate([bench.ask(1, n=12), *asked, bench.ask(2, n=12)], return_errors=True)
     assert [outcomes[0].token_ids, outcomes[-1].token_ids] == [said(1, 12), said(2, 12)]
@@ -123,7 +106,7 @@ def test_twin_a_grammar_that_lets_its_row_run_free_is_noticed(bench, planted, mo
 
 def check_each_token_is_heard_once(bench, pipeline):
     """Of rows that join one after the other, one of which begins with a stored prefix and one of which is cancelled."""
-    grammar, model = Grammar(), bench.Scripted(SCRIPTS)
+    grammar, model = bench.Grammar(Counting), bench.Scripted(SCRIPTS)
     store = {"name": "memory", "publish_min_tokens": 2}
     engine = bench.engine(model, plugins=[grammar], state_cache=store, pipeline=pipeline, prefill_chunk=2)
     failing = [6]

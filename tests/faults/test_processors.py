@@ -6,53 +6,15 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from oarlock.core import Request, SamplingParams, errors, hookimpl, processing
+from oarlock.core import Request, SamplingParams, errors, processing
 from oarlock.core.processing import ProcessorGroup
 from oarlock.core.sampling import SamplerGroup
-from oarlock.samplers.histories import Histories
 from oarlock.samplers.penalties import PenaltyRows
-
-
-class Recorder:
-    """A processor that notes every history it is asked about, by the request's own mark."""
-
-    name, is_argmax_invariant, fields, extra = "recorder", False, frozenset(), frozenset({"recorder"})
-
-    def __init__(self):
-        self.histories = {}
-
-    @hookimpl
-    def register_processors(self, register):
-        register(self)
-
-    def check(self, params, vocabulary):
-        pass
-
-    def handles(self, row):
-        return "recorder" in row.params.extra
-
-    def open(self, rows):
-        return RecorderRows(self, rows)
-
-
-class RecorderRows(Histories):
-    def __init__(self, recorder, rows):
-        super().__init__(rows)
-        self._recorder, self._marks = recorder, [row.params.extra["recorder"] for row in rows]
-
-    def apply(self, logits, rows=None, drafted=None):
-        for row, mark in enumerate(self._marks):
-            self._recorder.histories.setdefault(mark, []).append(tuple(self.line(row).tolist()))
-        return logits
-
-    def keep(self, indices):
-        super().keep(indices)
-        self._marks = [self._marks[i] for i in indices]
 
 
 def check_histories(bench, keeping, **settings):
     """Prompt and generated tokens, once each: alone, together, joined late, behind who leaves, and on a prefix."""
-    recorder, model = Recorder(), bench.tiny()
+    recorder, model = bench.Recorder(), bench.tiny()
     state = {"name": "keeping"}
     engine = bench.engine(model, plugins=[recorder, keeping], state_cache=state, prefill_chunk=4, **settings)
     prompts = [(3, 5, 7), (9, 11), (2, 4, 6, 8, 10, 12, 14, 16, 18), (21,)]
@@ -73,7 +35,7 @@ def check_histories(bench, keeping, **settings):
         handle.result()
     submit("prefix", (*prompts[0], *handles[0][2].result().token_ids, 1), 5)
     for mark, prompt, handle in handles:
-        said, seen = handle.result().token_ids, recorder.histories[mark]
+        said, seen = handle.result().token_ids, [history for history, _ in recorder.noted[mark]]
         assert seen[: len(said)] == [(*prompt, *said[:i]) for i in range(len(said))], mark
         assert {*seen[len(said) :]} <= {(*prompt, *said)}, mark  # a row that is full takes part in one step more
     assert engine.stats()["recoveries"] == 0
