@@ -14,6 +14,7 @@ from oarlock.plugins.cli.doctor import doctor
 from oarlock.plugins.cli.explain import explain
 from oarlock.plugins.cli.failures import described, one_line_errors
 from oarlock.plugins.cli.generate import generate
+from oarlock.plugins.cli.new_plugin import new_plugin
 from oarlock.plugins.cli.plugins import plugins
 
 _FOUND = "oarlock.commands"
@@ -57,7 +58,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=[batch, doctor, explain, generate, plugins],
+    commands=[batch, doctor, explain, generate, new_plugin, plugins],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: oarlock generate smollm2 'Why is the sky blue?'",
 )
