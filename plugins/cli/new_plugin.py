@@ -44,7 +44,7 @@ class TestExample({contract}):
 KINDS: Mapping[str, Kind] = {
     "layout": Kind(
         "layouts.LayoutContract",
-        ("tolerance = 0.01  # how far what is read may be from what was written; 0: rounding alone",),
+        ("tolerance = 0.01  # how far attention may be from that over exact storage; 0: rounding alone",),
         "oarlock generate smollm2 'Why is the sky blue?' --set layouts.full=example",
     ),
     "method": Kind(

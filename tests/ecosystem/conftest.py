@@ -156,7 +156,8 @@ def house_of():
 
     def make(folder, *sources):
         house = House(folder)
-        house.install(*sources)
+        if sources:
+            house.install(*sources)
         return house
 
     return make

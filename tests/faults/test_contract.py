@@ -103,7 +103,59 @@ def test_everything_we_use_of_mlx_lm_is_there():
 @pytest.mark.parametrize("name", CACHES)
 def test_caches_have_what_bind_reads(name):
     cache = getattr(importlib.import_module("mlx_lm.models.cache"), name)(*ARGUMENTS[name])
-    assert [attribute for attribute in CACHES[name] if not hasattr(cache, attribute)] == []
+    gone = [attribute for attribute in CACHES[name] if not hasattr(cache, attribute)]
+    assert not gone, (
+        f"mlx-lm's {name} has no {gone} any more, by which core/layers.py knows a layer's kind and geometry"
+    )
+
+
+# What models ask of caches, and our layouts have (contracts/layout.py, BatchCache); what is of lists and dictionaries of
+# caches; and what belongs to caches that a model brings itself, whose layers are refused at bind.
+DUCK = {"advance", "keys", "keys_and_values", "lengths", "make_mask", "maybe_trim_front", "offset", "start_position",
+        "update_and_fetch", "values"}  # fmt: skip
+OF_CONTAINERS = {"append", "get", "setdefault"}
+OF_OTHERS = {
+    "base.py": {"bits", "group_size"},
+    "deepseek_v41.py": {"compress_kv", "index_k", "pending_gate", "pending_kv", "update_window", "window"},
+}
+
+
+def asked(source):
+    """Return the attributes that a model's source reads of what it calls a cache."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        base = node.value if isinstance(node, ast.Attribute) else None
+        while isinstance(base, ast.Subscript):
+            base = base.value
+        if isinstance(base, ast.Name) and ("cache" in base.id.lower() or base.id == "c"):
+            found.add(node.attr)
+    return found
+
+
+def check_duck(sources):
+    """``sources``: of mlx-lm's models, by file name. Returns all that they ask for."""
+    everything = {name: asked(source) - OF_CONTAINERS for name, source in sources.items()}
+    for name, wanted in everything.items():
+        new = wanted - DUCK - OF_OTHERS.get(name, set())
+        assert not new, (
+            f"mlx-lm's {name} asks a cache for {sorted(new)}, which no layout of ours has: its caches have moved"
+        )
+    return set().union(*everything.values())
+
+
+@pytest.mark.fault("Q-04")
+def test_models_ask_caches_for_nothing_that_ours_lack():
+    folder = Path(importlib.import_module("mlx_lm.models").__path__[0])
+    models = {path.name: path.read_text() for path in folder.glob("*.py") if path.name != "cache.py"}
+    assert len(models) > 100
+    assert check_duck(models) >= DUCK, "some of it nobody asks for any more"
+
+
+@pytest.mark.fault("Q-04", twin=True)
+@pytest.mark.parametrize("source", ["cache.rewound(3)", "for c in cache:\n    c.trim_front()", "cache[0].paged"])
+def test_twin_a_cache_that_is_asked_for_more_is_noticed(planted, source):
+    with planted():
+        check_duck({"new.py": source})
 
 
 @pytest.mark.fault("Q-04")
