@@ -1,6 +1,10 @@
 """The site's settings against the files: every page is in the navigation, every contract on its page. It builds nothing."""
 
+import ast
 import re
+import tomllib
+
+from oarlock.core import hookspecs
 
 
 def navigation(root):
@@ -36,3 +40,22 @@ def test_the_picture_of_a_step_names_what_there_is(root):
     for cls, method in names:
         (found,) = {getattr(module, cls) for module in modules if hasattr(module, cls)}
         assert callable(getattr(found, method)), f"{cls}.{method}"
+
+
+def test_the_page_of_compatibility_says_what_the_import_matrix_says(root):
+    """Public modules are those that other banks may import, and those of programs that drive an engine."""
+    tree = ast.parse((root / "tests/architecture/test_imports.py").read_text())
+    constants = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    public = ast.literal_eval(constants["PUBLIC"]) | ast.literal_eval(constants["PUBLIC_TO_DRIVERS"].right)
+    page = (root / "docs/compatibility.md").read_text()
+    shown = re.findall(r"^\| `oarlock\.core\.?(\w*)` \|", page, re.MULTILINE)
+    assert sorted(shown) == sorted(public)
+
+
+def test_the_page_of_compatibility_names_the_versions_of_pyproject(root):
+    page = (root / "docs/compatibility.md").read_text()
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    ranges = [text for text in project["dependencies"] if text.startswith("mlx")]
+    assert [text for text in ranges if f"`{text}`" not in page] == []
+    assert f"has the number {hookspecs.OARLOCK_API}." in page
+    assert project["requires-python"].removeprefix(">=") in page
