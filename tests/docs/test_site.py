@@ -19,6 +19,12 @@ def test_every_page_is_in_the_navigation_once(root):
     assert sorted(navigation(root)) == pages
 
 
+def test_every_page_is_linked_from_the_first(root):
+    """Whoever reads the pages in the repository has no menu."""
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", (root / "docs/index.md").read_text()))
+    assert {*navigation(root)} - linked == {"index.md"}
+
+
 def test_every_contract_is_on_its_page(root):
     """docs/contracts.md shows each file of core/contracts once, and none that is not there."""
     files = {path.stem for path in (root / "core/contracts").glob("*.py")} - {"__init__"}
