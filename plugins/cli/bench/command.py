@@ -73,18 +73,8 @@ def bench(
     most = {"max_batch": max(*rows, config.scheduler.max_batch), "max_queued": max(*rows, config.scheduler.max_queued)}
     config = config.updated({"scheduler": most})
     with open_engine(model, config) as engine:
-        from oarlock.plugins.cli.bench.decode import decode
-        from oarlock.plugins.cli.bench.pairs import UnequalTokens, machine
-
-        reports: list[Report] = []
-        failures: list[str] = []
-        facts, start = machine(), time.perf_counter()
-        for count in rows:
-            with busy(f"{count} rows, {rounds} rounds"):
-                try:
-                    reports.append(decode(engine, [prompt_tokens] * count, rounds, against=against is not None))
-                except UnequalTokens as error:
-                    failures.append(f"{count} rows: {error}")
+        facts, start = _machine(), time.perf_counter()
+        reports, failures = _measured(engine, rows, rounds, prompt_tokens, against=against is not None)
         traced = _traced(engine, config, max(rows), prompt_tokens) if trace else None
     facts["seconds"] = round(time.perf_counter() - start, 1)
     if as_json:
@@ -96,6 +86,29 @@ def bench(
         note(f"error: tokens differ from mlx-lm's with {failure}")
     if failures:
         raise click.exceptions.Exit(1)
+
+
+def _machine() -> dict[str, Any]:
+    from oarlock.plugins.cli.bench.pairs import machine
+
+    return machine()
+
+
+def _measured(
+    engine: Engine, rows: tuple[int, ...], rounds: int, prompt_tokens: int, *, against: bool
+) -> tuple[list[Report], list[str]]:
+    """Return a report for each number of rows, and what is wrong with those whose tokens differ."""
+    from oarlock.plugins.cli.bench.decode import decode
+    from oarlock.plugins.cli.bench.pairs import UnequalTokens
+
+    reports, failures = [], []
+    for count in rows:
+        with busy(f"{count} rows, {rounds} rounds"):
+            try:
+                reports.append(decode(engine, [prompt_tokens] * count, rounds, against=against))
+            except UnequalTokens as error:
+                failures.append(f"{count} rows: {error}")
+    return reports, failures
 
 
 def _traced(engine: Engine, config: EngineConfig, rows: int, longest: int) -> StepReport:

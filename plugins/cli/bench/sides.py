@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 
 from oarlock.core import Request, SamplingParams, TokenEvent
 from oarlock.core.engine import Engine
@@ -128,7 +127,7 @@ class MlxLm:
 
 
 def top_two_gap(model: Any, tokens: Sequence[int]) -> float:
-    """Return how far apart the two best scores after ``tokens`` are, with mlx-lm's serial caches."""
-    logits = model(mx.array([list(tokens)], dtype=mx.uint32), cache=make_prompt_cache(model))[0, -1]
+    """Return how far apart the two best scores after ``tokens`` are, where nothing is cached."""
+    logits = model(mx.array([list(tokens)], dtype=mx.uint32))[0, -1]
     scores: Any = mx.sort(logits.astype(mx.float32))[-2:].tolist()
     return float(scores[1] - scores[0])
