@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 import click
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 LEAST_ROUNDS = 5
 ANSWER = 24
 """Tokens of each answer under ``--trace``."""
-UNITS = ("tokens a second", "ms a step")
+UNITS = ("tokens a second", "ms a step", "ms stalled")
 
 
 def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
@@ -34,35 +35,44 @@ def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]
     return counts
 
 
+def _workload(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the command the options that say what is measured."""
+    options = (
+        click.option("--rows", default="1,4,16", callback=_counts, show_default=True, help="Rows that run together."),
+        click.option("--against", type=click.Choice(["mlx-lm"]), help="Let its batch generator do the same, in turns."),
+        click.option(
+            "--rounds",
+            type=click.IntRange(min=LEAST_ROUNDS),
+            default=7,
+            show_default=True,
+            help="Blocks of each side, of which quartiles are taken.",
+        ),
+        click.option(
+            "--prompt-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each prompt."
+        ),
+        click.option(
+            "--joiner",
+            type=click.IntRange(min=0),
+            default=256,
+            show_default=True,
+            help="Tokens of a prompt that joins while rows run, for which they wait; 0: none joins.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command(
     short_help="Measure a model on this machine.", epilog="Example: oarlock bench smollm2 --rows 1,4 --against mlx-lm"
 )
 @click.argument("model")
-@click.option("--rows", default="1,4,16", callback=_counts, show_default=True, help="Rows that decode together.")
-@click.option("--against", type=click.Choice(["mlx-lm"]), help="Let its batch generator do the same, in turns.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=LEAST_ROUNDS),
-    default=7,
-    show_default=True,
-    help="Blocks of each side, of which quartiles are taken.",
-)
-@click.option(
-    "--prompt-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each prompt."
-)
-@click.option("--trace", is_flag=True, help="Show where the time of a step goes while prompts arrive beside rows.")
+@_workload
 @engine_options
+@click.option("--trace", is_flag=True, help="Show where the time of a step goes while prompts arrive beside rows.")
+@click.option("--plot", type=click.File("w", "utf-8", lazy=False), help="Draw throughput and stall by rows: FILE.svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(
-    model: str,
-    rows: tuple[int, ...],
-    against: str | None,
-    rounds: int,
-    prompt_tokens: int,
-    trace: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def bench(model: str, rows: tuple[int, ...], trace: bool, plot: TextIO | None, as_json: bool, **given: Any) -> None:
     """Decode MODEL greedily on this machine and say how fast it is: medians of short blocks, with their quartiles.
 
     With --against both sides do a block in every round and the order turns, so that whatever else the machine does falls on
@@ -70,18 +80,23 @@ def bench(
     configuration names layouts, which may round what they store.
     """
     config = engine_config(**given)
-    most = {"max_batch": max(*rows, config.scheduler.max_batch), "max_queued": max(*rows, config.scheduler.max_queued)}
-    config = config.updated({"scheduler": most})
+    most = max(rows) + 1  # with the joiner
+    limits = {"max_batch": config.scheduler.max_batch, "max_queued": config.scheduler.max_queued}
+    config = config.updated({"scheduler": {name: max(most, value) for name, value in limits.items()}})
     with open_engine(model, config) as engine:
         facts, start = _machine(), time.perf_counter()
-        reports, failures = _measured(engine, rows, rounds, prompt_tokens, against=against is not None)
-        traced = _traced(engine, config, max(rows), prompt_tokens) if trace else None
+        reports, failures = _measured(engine, rows, **given)
+        traced = _traced(engine, config, max(rows), given["prompt_tokens"]) if trace else None
     facts["seconds"] = round(time.perf_counter() - start, 1)
     if as_json:
         found = {"model": model, "machine": facts, "reports": [r.plain() for r in reports], "errors": failures}
         print_json(found | ({"trace": attrs.asdict(traced)} if traced else {}))
     else:
         _show(facts, reports, traced)
+    if plot is not None:
+        from oarlock.plugins.cli.bench.plot import drawn
+
+        plot.write(drawn(model, reports))
     for failure in failures:
         note(f"error: tokens differ from mlx-lm's with {failure}")
     if failures:
@@ -95,7 +110,14 @@ def _machine() -> dict[str, Any]:
 
 
 def _measured(
-    engine: Engine, rows: tuple[int, ...], rounds: int, prompt_tokens: int, *, against: bool
+    engine: Engine,
+    rows: tuple[int, ...],
+    *,
+    rounds: int,
+    prompt_tokens: int,
+    joiner: int,
+    against: str | None,
+    **_: Any,
 ) -> tuple[list[Report], list[str]]:
     """Return a report for each number of rows, and what is wrong with those whose tokens differ."""
     from oarlock.plugins.cli.bench.decode import decode
@@ -103,9 +125,10 @@ def _measured(
 
     reports, failures = [], []
     for count in rows:
+        lengths = [prompt_tokens] * count
         with busy(f"{count} rows, {rounds} rounds"):
             try:
-                reports.append(decode(engine, [prompt_tokens] * count, rounds, against=against))
+                reports.append(decode(engine, lengths, rounds, joiner=joiner, against=against is not None))
             except UnequalTokens as error:
                 failures.append(f"{count} rows: {error}")
     return reports, failures
@@ -138,18 +161,24 @@ def _show(facts: dict[str, Any], reports: list[Report], traced: StepReport | Non
     from oarlock.plugins.cli.bench.trace import lines
 
     console = Console()
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False, highlight=False)
+    text = ", ".join(f"{key} {value}" for key, value in facts.items())
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    units = [unit for unit in UNITS if any(f"oarlock: {unit}" in report.figures for report in reports)]
     table = Table(box=None, pad_edge=False)
-    for column in ("rows", "", *UNITS, *(["times mlx-lm"] if any(r.comparisons for r in reports) else [])):
+    for column in ("rows", "", *units):
         table.add_column(column)
     for report in reports:
         for place, side in enumerate(dict.fromkeys(name.partition(":")[0] for name in report.figures)):
-            first = "" if place else report.facts["rows"]
-            ratios = [] if place else [each.ratio for each in report.comparisons]
-            cells = [first, side, *(report.figures[f"{side}: {unit}"] for unit in UNITS), *ratios]
+            cells = [
+                "" if place else report.facts["rows"],
+                side,
+                *(report.figures[f"{side}: {unit}"] for unit in units),
+            ]
             table.add_row(*(Text(str(cell)) for cell in cells))
     console.print(table)
     for report in reports:
-        console.print(f"tokens of {report.facts['rows']} rows: {report.facts['hash']}", markup=False, highlight=False)
+        ratios = [f"{each.what} {each.ratio}" for each in report.comparisons]
+        text = ", ".join([*ratios, f"tokens {report.facts['hash']}"])
+        console.print(f"{report.facts['rows']} rows: {text}", markup=False, highlight=False, soft_wrap=True)
     if traced is not None:
         console.print("", *lines(traced), sep="\n", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Uniform decode of a user's own model: all rows run, nobody joins or leaves. Alone, or in turns with mlx-lm."""
+"""A user's own model: rows that decode, then rows that wait while a prompt joins. Alone, or in turns with mlx-lm."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ STEPS = 8
 """Steps of one block: short, so that a pair sees the same machine."""
 
 
-def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, against: bool) -> Report:
+def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, joiner: int = 0, against: bool = False) -> Report:
     """Decode greedily, a row for each of ``lengths`` prompt tokens; ``against``: mlx-lm does the same rounds.
 
+    ``joiner``: tokens of a prompt that joins in as many rounds more, while the longest wait of the running rows is taken.
     Raises `pairs.UnequalTokens` where the two give different tokens though no layout is named by the configuration: one
     that is may store what it rounds, so that a difference is a fact and no fault.
     """
@@ -36,6 +37,7 @@ def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, against: bool
     sides: list[Rows | MlxLm] = [ours, *([MlxLm(bound.model, asked)] if against else [])]
     try:
         blocks = in_turns(sides, STEPS, rounds)
+        stalls = _stalls(sides, prompts(engine.tokenizer, bound.vocabulary, [joiner])[0], rounds) if joiner else {}
         if ours.ended:
             msg = f"a row ended within {rounds} rounds: the model takes {bound.positions} positions"
             raise Failure(msg + "; use a smaller --rounds or --prompt-tokens")
@@ -50,6 +52,7 @@ def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, against: bool
             raise
         same = f"{token_hash(ours.rows)}, not mlx-lm's"
     mine = blocks[ours.name]
+    seconds = {name: [1 / _rate(block) for block in each] for name, each in blocks.items()}  # a token
     steps = sum(block.steps for block in mine)
     return Report(
         name=f"decode, {len(lengths)} rows of {max(lengths)} prompt tokens, greedy",
@@ -64,15 +67,26 @@ def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, against: bool
             f"{name}: {unit}": spread([value(block) for block in each])
             for name, each in blocks.items()
             for unit, value in (("tokens a second", _rate), ("ms a step", _step))
-        },
+        }
+        | {f"{name}: ms stalled": spread([1e3 * seconds for seconds in each]) for name, each in stalls.items()},
         comparisons=[
-            Comparison(
-                what="throughput against mlx-lm",
-                ratio=ratio([1 / _rate(b) for b in mine], [1 / _rate(b) for b in blocks[side.name]]),
-            )
+            Comparison(what=what, ratio=ratio(times[ours.name], times[side.name]))
             for side in sides[1:]
+            for what, times in (("throughput / mlx-lm's", seconds), ("mlx-lm's stall / ours", stalls))
+            if times
         ],
     )
+
+
+def _stalls(sides: Sequence[Rows | MlxLm], prompt: Sequence[int], rounds: int) -> dict[str, list[float]]:
+    """Let a prompt join each side in every round, in turns, after one each that warms up and does not count."""
+    found: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(-1, rounds):
+        for side in sides if number % 2 else sides[::-1]:
+            seconds = side.stall(prompt)
+            if number >= 0:
+                found[side.name].append(seconds)
+    return found
 
 
 def _rate(block: Block) -> float:

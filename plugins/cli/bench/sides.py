@@ -6,6 +6,7 @@ when the device is done: what a pipeline has in flight is paid by the side that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,19 @@ class Rows:
         mx.synchronize()
         return watch.block(steps, sum(map(len, self.rows)) - before)
 
+    def stall(self, prompt: Sequence[int]) -> float:
+        """Let a row of ``prompt`` join for one token; see `longest_wait`."""
+        joiner = self.engine.submit(Request(prompt_ids=prompt, max_tokens=1, ignore_eos=True, reuse_prefix=False))
+
+        def step() -> int:
+            before = sum(map(len, self.rows))
+            self.engine.step()
+            return sum(map(len, self.rows)) - before
+
+        waited = longest_wait(step, lambda: joiner.done)
+        joiner.result()
+        return waited
+
     def close(self) -> None:
         """Cancel the rows, and let the engine go on until it is idle. Raises what a row failed with."""
         for handle in self._handles:
@@ -83,6 +97,21 @@ def _collector(row: list[int]) -> Callable[[TokenEvent], None]:
     return take
 
 
+def longest_wait(step: Callable[[], int], over: Callable[[], bool]) -> float:
+    """Return the longest time between two tokens of the running rows, in seconds, from now until they got one after ``over``.
+
+    ``step`` returns how many tokens they got.
+    """
+    waited, last, joined = 0.0, time.perf_counter(), False
+    while True:
+        got, now = step(), time.perf_counter()
+        if got:
+            waited, last = max(waited, now - last), now
+            if joined:
+                return waited
+        joined = over()
+
+
 class MlxLm:
     """mlx-lm's batch generator through its public interface, at its defaults."""
 
@@ -95,7 +124,8 @@ class MlxLm:
     ) -> None:
         """Insert the prompts, and go on until every row runs."""
         self.name = "mlx-lm"
-        self._generator = BatchGenerator(model)
+        self._generator = BatchGenerator(model, completion_batch_size=max(32, len(prompts) + 1))  # 32 is its default
+        self._answered = 0
         self.rows: list[list[int]] = [[] for _ in prompts]
         self._generator.insert(
             [list(prompt) for prompt in prompts],
@@ -115,15 +145,24 @@ class MlxLm:
         mx.synchronize(self._generator.stream)
         return watch.block(steps, tokens)
 
+    def stall(self, prompt: Sequence[int]) -> float:
+        """Let a row of ``prompt`` join for one token; see `longest_wait`."""
+        self._generator.insert([list(prompt)], max_tokens=[1])
+        before = self._answered
+        return longest_wait(self._next, lambda: self._answered > before)
+
     def close(self) -> None:
         """Let the generator go."""
         self._generator.close()
 
     def _next(self) -> int:
+        """Do a step and return how many tokens the running rows got; joiners are counted apart."""
         _, responses = self._generator.next()
-        for response in responses:
+        mine = [response for response in responses if response.uid < len(self.rows)]
+        for response in mine:
             self.rows[response.uid].append(response.token)
-        return len(responses)
+        self._answered += len(responses) - len(mine)
+        return len(mine)
 
 
 def top_two_gap(model: Any, tokens: Sequence[int]) -> float:

@@ -1,12 +1,13 @@
 """`oarlock bench`: what it measures is the same work on both sides, and what it prints is all there. No time is asserted."""
 
 import json
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from oarlock.plugins.cli.bench import sides
 
-FEW = ("--rounds", "5", "--prompt-tokens", "6")
+FEW = ("--rounds", "5", "--prompt-tokens", "6", "--joiner", "12")
 
 
 def measured(invoke, tiny, *arguments, code=0):
@@ -27,9 +28,25 @@ def test_every_number_of_rows_is_measured(invoke, tiny):
 def test_both_sides_give_the_same_tokens(invoke, tiny):
     """Else there were no hash of both; a ratio is taken pair by pair."""
     (report,) = measured(invoke, tiny, "--rows", "2", "--against", "mlx-lm")["reports"]
-    assert [each["ratio"]["pairs"] for each in report["comparisons"]] == [5]
-    assert {name.partition(":")[0] for name in report["figures"]} == {"oarlock", "mlx-lm"}
+    assert [each["ratio"]["pairs"] for each in report["comparisons"]] == [5, 5]
+    units = ("tokens a second", "ms a step", "ms stalled")
+    assert set(report["figures"]) == {f"{side}: {unit}" for side in ("oarlock", "mlx-lm") for unit in units}
     assert len(report["facts"]["hash"]) == 16
+
+
+def test_without_a_joiner_nobody_waits(invoke, tiny):
+    (report,) = measured(invoke, tiny, "--rows", "2", "--against", "mlx-lm", "--joiner", "0")["reports"]
+    assert [each["what"] for each in report["comparisons"]] == ["throughput / mlx-lm's"]
+    assert not [name for name in report["figures"] if "stalled" in name]
+
+
+def test_a_stall_is_the_longest_wait_until_a_token_after_the_joiner_came(monkeypatch):
+    """Steps in which running rows get nothing lengthen it; what comes before the joiner's token counts too."""
+    times = iter((0.0, 1.0, 5.0, 6.0, 8.0, 9.0, 99.0))
+    monkeypatch.setattr(sides.time, "perf_counter", lambda: next(times))
+    given, over = iter((2, 0, 2, 0, 2)), iter((False, False, False, True, True))
+    assert sides.longest_wait(lambda: next(given), lambda: next(over)) == 6.0 - 1.0
+    assert next(times) == 99.0
 
 
 @pytest.fixture
@@ -81,9 +98,19 @@ def test_the_table_has_a_line_for_each_number_of_rows(invoke, tiny):
     arguments = ("--rows", "1,2", "--against", "mlx-lm", "--trace")
     shown = invoke("bench", tiny, *FEW, *arguments, env={"COLUMNS": "80"}).stdout
     lines = [line.split() for line in shown.splitlines()]
-    assert [line[:2] for line in lines if line and line[0] in ("1", "2")] == [["1", "oarlock"], ["2", "oarlock"]]
+    assert [line[0] for line in lines if line[1:2] == ["oarlock"]] == ["1", "2"]
     assert [line[0] for line in lines if line and line[0] in ("mlx-lm", "all")] == ["mlx-lm", "mlx-lm", "all"]
-    assert [len(line[-1]) for line in lines if line[:2] == ["tokens", "of"]] == [16, 16]
+    assert [len(line[-1]) for line in lines if line[1:2] == ["rows:"]] == [16, 16]
+
+
+def test_the_plot_has_a_line_for_each_side_and_a_place_for_each_number_of_rows(invoke, tiny, tmp_path):
+    file = tmp_path / "bench.svg"
+    measured(invoke, tiny, "--rows", "1,3", "--against", "mlx-lm", "--plot", str(file))
+    picture = ET.fromstring(file.read_text())
+    names = [each.tag.rpartition("}")[2] for each in picture.iter()]
+    assert (names.count("polyline"), names.count("circle")) == (2 * 2, 2 * 2 * 2)
+    words = [each.text for each in picture.iter() if each.tag.endswith("text")]
+    assert [words.count(word) for word in ("oarlock", "mlx-lm", "rows")] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +120,7 @@ def test_the_table_has_a_line_for_each_number_of_rows(invoke, tiny):
         (("--rows", "0"), "'0'; whole numbers >= 1"),
         (("--rounds", "3"), "3 is not in the range x>=5"),
         (("--against", "vllm"), "'vllm' is not 'mlx-lm'"),
+        (("--plot", "/nowhere/at/all.svg"), "/nowhere/at/all.svg"),
     ],
 )
 def test_bad_arguments_are_refused_before_a_model_is_loaded(invoke, arguments, part):
@@ -101,5 +129,5 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(invoke, arguments, p
 
 def test_rows_that_would_end_are_one_line(invoke, tiny):
     """The tiny model takes 4,096 positions; a block of rows that are over has no work."""
-    done = invoke("bench", tiny, "--rounds", "5", "--prompt-tokens", "4080", "--rows", "1", code=1)
+    done = invoke("bench", tiny, "--rounds", "5", "--prompt-tokens", "4080", "--rows", "1", "--joiner", "0", code=1)
     assert "the model takes 4096 positions; use a smaller" in done.stderr
