@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ class SamplerContract:
     """What a sampler promises, clause by clause; subclass it, name a ``sampler``, and let pytest find the subclass.
 
     ``params``: the parameters to try, for a sampler that asks for some of its own; those of `usual` that it handles
-    where none are given.
+    where none are given, with ``options`` as their `SamplingParams.extra`.
     """
 
     sampler: ClassVar[Sampler | str]
@@ -48,7 +49,8 @@ class SamplerContract:
     def opened(cls) -> tuple[Sampler, list[SamplingParams]]:
         """Return the sampler and what it handles."""
         sampler: Sampler = resolved("sampler", cls.sampler)
-        return sampler, [params for params in cls.params or usual() if sampler.handles(params)]
+        params = cls.params or [attrs.evolve(each, extra=cls.options) for each in usual()]
+        return sampler, [each for each in params if sampler.handles(each)]
 
     @classmethod
     def check_subject(cls) -> None:

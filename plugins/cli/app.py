@@ -15,6 +15,7 @@ from oarlock.plugins.cli.doctor import doctor
 from oarlock.plugins.cli.explain import explain
 from oarlock.plugins.cli.failures import described, one_line_errors
 from oarlock.plugins.cli.generate import generate
+from oarlock.plugins.cli.new_plugin import new_plugin
 from oarlock.plugins.cli.plugins import plugins
 
 _FOUND = "oarlock.commands"
@@ -58,7 +59,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=[batch, bench, doctor, explain, generate, plugins],
+    commands=[batch, bench, doctor, explain, generate, new_plugin, plugins],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: oarlock generate smollm2 'Why is the sky blue?'",
 )

@@ -60,8 +60,9 @@ def test_entry_points_name_modules_that_exist(root):
 
 
 def test_every_plugin_has_an_entry_point(root, sources):
-    """A module of ours that implements a hook is found only through its line in pyproject.toml."""
+    """A module of ours that implements a hook is found only through its line in pyproject.toml; starters are copied."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     listed = {target.split(":")[0] for target in project["entry-points"]["oarlock"].values()}
     plugins = {source.module for source in sources if source.bank != "core" and "\n@hookimpl" in source.text}
+    plugins = {module for module in plugins if not module.startswith("oarlock.plugins.starters.")}
     assert plugins <= listed, f"no entry point: {sorted(plugins - listed)}"

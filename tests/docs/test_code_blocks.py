@@ -39,6 +39,8 @@ LEFT_OUT = {
     ("docs/architecture.md", "layouts   methods"): DRAWING,
     ("docs/plugins.md", "pip install 'oarlock[kit]'"): "installs from a registry; make test did",
 }
+# Pages whose blocks are one sequence, each in what the ones before it left: page -> the test that follows it.
+FOLLOWED: dict[str, str] = {}
 # Files that a page speaks of and that are the reader's own.
 PREPARED = {
     "prompts.jsonl": '{"id": "a", "prompt": "One, two,", "max_tokens": 4}\n{"id": "b", "prompt": "Red", "max_tokens": 3}\n',
@@ -85,7 +87,8 @@ def _body(match):
     return re.sub(rf"^{match[1]}", "", match[4], flags=re.MULTILINE)
 
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+FOUND = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in FOUND if page not in FOLLOWED]
 BLOCKS = [block for page in PAGES for block in blocks(page, (ROOT / page).read_text())]
 
 
@@ -276,6 +279,13 @@ def test_what_is_left_out_is_there():
     """An exception that no page needs any more goes."""
     assert {left_out(block, unit) for block in BLOCKS for unit in units(block)} - {None} == set(LEFT_OUT)
     assert len(LEFT_OUT) == 7
+
+
+def test_pages_that_are_followed_have_their_test():
+    """And there is such a page."""
+    assert set(FOLLOWED) <= set(FOUND)
+    for page, test in FOLLOWED.items():
+        assert page in (ROOT / test).read_text(), f"{test} does not read {page}"
 
 
 def page(text):

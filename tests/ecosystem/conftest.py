@@ -80,7 +80,7 @@ class House:
         ours = sysconfig.get_path("purelib")
         (self.site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
 
-    def run(self, code, *arguments, check=True):
+    def run(self, code, *arguments, check=True, timeout=550):
         """Run a snippet as a user would, isolated from this checkout, and return the finished process."""
         done = subprocess.run(
             [str(self.python), "-I", *(["-c", textwrap.dedent(code)] if code else []), *arguments],
@@ -88,7 +88,7 @@ class House:
             check=False,
             capture_output=True,
             text=True,
-            timeout=550,
+            timeout=timeout,
         )
         assert not check or done.returncode == 0, done.stderr[-4000:]
         return done
@@ -96,6 +96,11 @@ class House:
     def answer(self, code):
         """Run a snippet that prints JSON last, and return it."""
         return json.loads(self.run(code).stdout.splitlines()[-1])
+
+    def install(self, *sources):
+        """Install the packages of source directories."""
+        wheels = [str(wheel_of_source(self.folder, source)) for source in sources]
+        self.pip("install", "--no-index", "--no-deps", *wheels)
 
     def pip(self, *arguments):
         """Run pip on the environment, without network."""
@@ -145,10 +150,20 @@ def house(tmp_path_factory):
     return house
 
 
-@pytest.fixture(scope="module")
-def rotated_kv(tmp_path_factory, root):
-    """An environment with the example layout in it."""
-    folder = tmp_path_factory.mktemp("examples")
-    house = House(folder / "venv")
-    house.pip("install", "--no-index", "--no-deps", str(wheel_of_source(folder, root / "examples" / "rotated-kv")))
-    return house
+@pytest.fixture(scope="session")
+def house_of():
+    """Make an environment with the packages of source directories in it."""
+
+    def make(folder, *sources):
+        house = House(folder)
+        house.install(*sources)
+        return house
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def examples(tmp_path_factory, root, house_of):
+    """An environment with the example packages in it."""
+    sources = [path.parent for path in sorted((root / "examples").glob("*/pyproject.toml"))]
+    return house_of(tmp_path_factory.mktemp("examples") / "venv", *sources)

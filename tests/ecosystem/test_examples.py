@@ -1,7 +1,10 @@
 """The packages in examples/: each installable alone, proved by its own tests, and chosen by config."""
 
+import json
+
 import pytest
 
+LONGER = ("rotated-kv", "shared-drafts")
 CHOOSES = """
 import json
 import mlx.core as mx
@@ -24,32 +27,46 @@ print(json.dumps([chosen, together == alone, [len(row) for row in together], rec
 """
 
 
-def test_a_layout_of_a_third_party_is_chosen_by_the_config(rotated_kv):
-    (rotated_kv.folder / "oarlock.toml").write_text('[layouts]\nfull = { name = "rotated", bits = 4 }\n')
-    chosen, equal, lengths, recoveries = rotated_kv.answer(CHOOSES)
+def test_a_layout_of_a_third_party_is_chosen_by_the_config(examples):
+    (examples.folder / "oarlock.toml").write_text('[layouts]\nfull = { name = "rotated", bits = 4 }\n')
+    chosen, equal, lengths, recoveries = examples.answer(CHOOSES)
     assert chosen == ["rotated"] * 3
     assert (equal, lengths, recoveries) == (True, [12] * 3, 0)
 
 
-def test_options_out_of_range_are_one_line(rotated_kv):
-    (rotated_kv.folder / "oarlock.toml").write_text('[layouts]\nfull = { name = "rotated", bits = 5 }\n')
-    done = rotated_kv.run(CHOOSES, check=False)
+def test_options_out_of_range_are_one_line(examples):
+    (examples.folder / "oarlock.toml").write_text('[layouts]\nfull = { name = "rotated", bits = 5 }\n')
+    done = examples.run(CHOOSES, check=False)
     assert done.returncode
     assert "'bits' must be in (4, 8)" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.long
-def test_its_own_tests_pass(rotated_kv, root):
-    """The conformance kit among them, in an environment where it is rotated_kv."""
-    tests = root / "examples" / "rotated-kv" / "tests"
-    done = rotated_kv.run(
-        "", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", str(tests), check=False
+def test_each_is_found(examples):
+    done = examples.run(
+        "from oarlock.plugins.cli import main; main()", "plugins", "--check", "--json", "--disable-plugin", "oarlock"
     )
+    found = {info["name"]: info for info in json.loads(done.stdout) if info["distribution"] != "oarlock"}
+    assert {name: info["registered"] for name, info in found.items()} == {
+        "entropy_sampler": {"sampler": ["entropy"]},
+        "rotated_kv": {"layout": ["rotated"]},
+        "shared_drafts": {"proposer": ["shared"]},
+    }
+    assert {info["state"] for info in found.values()} == {"active"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("entropy-sampler"), *(pytest.param(n, marks=pytest.mark.long) for n in LONGER)]
+)
+def test_their_own_tests_pass(name, examples, root):
+    """The conformance kit among them, in an environment where they are installed."""
+    tests = root / "examples" / name / "tests"
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", str(tests))
+    done = examples.run("", *command, check=False, timeout=2300)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout
 
 
-def test_one_command_proves_it(rotated_kv):
+def test_one_command_proves_it(examples):
     kit = [
         "--oarlock-layout",
         "rotated",
@@ -58,6 +75,6 @@ def test_one_command_proves_it(rotated_kv):
         "-k",
         "join_together or is_owned or cut_anywhere",
     ]
-    done = rotated_kv.run("", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", *kit, check=False)
+    done = examples.run("", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", *kit, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout

@@ -37,7 +37,7 @@ class LayoutContract(Forwards, Masks, Membership, Storage, Prefixes, Room):
 
     ``layout`` is an object, or the name of an installed one; ``options`` as they stand in a config file.
     ``tolerance`` is how far, as a share, what attention gives may be from exact storage: 0 is rounding alone. Where it
-    is more, rows are compared with themselves, stored alone, to the last bits. ``levels``: keys and values are 1 or -1,
+    is more, rows are compared with themselves, stored alone, to the last bits. ``levels``: a token's keys and values are x or -x,
     which affine codes of 3 bits and more store exactly; False: normally distributed. ``parts``: kinds of a composite layer's caches.
     """
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from oarlock.core.contracts.layout import KeyValues, LayerInfo
 from oarlock.core.testing.layouts.cases import Case
-from oarlock.core.testing.layouts.rows import Rows
+from oarlock.core.testing.layouts.rows import Layers, Rows
 from oarlock.core.testing.layouts.toys import number
 
 DRAFT = 5
@@ -64,6 +64,18 @@ class Forwards:
         rows.step([1, 4, 1, 0, 20])
         for _ in range(2 * case.window + 3):
             rows.step([1] * 5)
+
+    def test_how_a_prompt_came_does_not_matter(self, case: Case) -> None:
+        """In one forward, in two, token by token: what comes next reads the same, since company decides about chunks."""
+        layers = case.layers()
+        prompt = layers.open().new(2 * case.window)
+        whole, *others = (_after(layers, prompt, most) for most in (len(prompt), 7, 1))
+        for most, other in zip((7, 1), others, strict=True):
+            off = max(float(np.abs((a - b) / (1 + np.abs(a))).max()) for a, b in zip(whole, other, strict=True))
+            complaint = (
+                f"the token behind {len(prompt)} reads what is off by {off:.3g} where they came by {most} at most"
+            )
+            assert off <= layers.rounding, complaint
 
     def test_positions_are_each_rows_own(self, case: Case) -> None:
         """``offset`` is where the next token stands: before the append, and behind it after."""
@@ -188,6 +200,17 @@ class Forwards:
             first.step([4, 4])
             read += [first.caches[0].columns([width, width]) for width in (1, 6)]
             first.require(len(set(read)) == len(read), f"wider or later forwards are described as {read}")
+
+
+def _after(layers: Layers, prompt: Sequence[int], most: int) -> list[np.ndarray]:
+    """Return what one more token sees behind a prompt that came in pieces of ``most`` tokens."""
+    pieces: list[tuple[int, ...]] = []
+    start = 0
+    while start < len(prompt):
+        width = layers.longest(start, min(most, len(prompt) - start))
+        pieces.append(tuple(prompt[start : start + width]))
+        start += width
+    return layers.alone((*pieces, (prompt[0],)))
 
 
 def _serial(info: LayerInfo) -> Any:

@@ -255,13 +255,14 @@ def forward_unchecked(rows: Rows, widths: list[int]) -> None:
 
 
 def _append(rows: Rows, width: int, kept: list[int]) -> None:
-    """Write a window; attention does not read it where it need not, since reading may copy."""
+    """Write a window, layer by layer; attention does not read it where it need not, since reading may copy."""
     new = [rows.new(width) for _ in kept]
     if all(isinstance(toy, Attention) for toy in rows.layers.toys) and not hasattr(rows.caches[0], "parts"):
         rows.begin([width] * rows.count)
         for toy, cache in zip(rows.layers.toys, rows.caches, strict=True):
             toy.mask(cache, width)
             toy.append(cache, np.array(new))  # type: ignore[attr-defined]
+            mx.eval(cache.arrays())  # what one layer computes on the way is not counted beside another's
     else:
         rows.forward(new)
     rows.commit([n if rows.cuts or n == width else 0 for n in kept])

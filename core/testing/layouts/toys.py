@@ -61,12 +61,13 @@ class Attention:
 
     @classmethod
     def of(cls, info: LayerInfo, *, levels: bool) -> Attention:
-        """Draw the tables ``[V, H, D]``. ``levels``: all numbers are 1 or -1, which affine codes of 3 bits and more store exactly."""
+        """Draw the tables ``[V, H, D]``. ``levels``: a token's numbers are all x or -x, which affine codes of 3 bits and more store exactly."""
         draw = np.random.default_rng(100 + info.index)
         sizes = ((info.kv_heads, info.key_dim), (info.kv_heads, info.value_dim))
         tables = [draw.normal(size=(VOCABULARY, *size)).astype(np.float32) for size in sizes]
         if levels:
-            tables = [np.where(table > 0, 1, -1).astype(np.float32) for table in tables]
+            large = 2.0 ** draw.integers(-1, 2, size=(VOCABULARY, 1, 1))  # so that what tokens share shows
+            tables = [(np.where(table > 0, 1, -1) * large).astype(np.float32) for table in tables]
         for table in tables:
             table[POISON] = np.nan
         queries = draw.normal(size=(VOCABULARY, QUERY_HEADS, info.key_dim)).astype(np.float32)

@@ -9,6 +9,7 @@ import pytest
 
 from oarlock.core.contracts.layout import Positions, RowState
 from oarlock.core.testing.layouts import LayoutContract, violations
+from oarlock.layouts.coded import CodedLayout
 from oarlock.layouts.composite import CompositeCache, CompositeLayout
 from oarlock.layouts.delayed import DelayedCache, DelayedLayout
 from oarlock.layouts.full import FullCache, FullLayout
@@ -647,6 +648,35 @@ def test_other_codes_show_beside_the_tolerance():
         tolerance = 0.02
 
     assert next(violations(Planted, "test_a_lone_row"), None)
+
+
+@attrs.frozen
+class Steps:
+    """8 bits, in steps that some tokens have in common: those of a forward, or also those of all its rows."""
+
+    axes: str = "rows"
+
+    def encode(self, name, array):
+        largest = mx.abs(array).max(axis=(1, 2, 3) if self.axes == "tokens" else None, keepdims=True)
+        steps = mx.maximum(mx.broadcast_to(largest, (*array.shape[:3], 1)) / 127, 1e-9)
+        return {"numbers": mx.round(array / steps).astype(mx.int8), "steps": steps}
+
+    def decode(self, name, codes, dtype):
+        return (codes["numbers"] * codes["steps"]).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("axes", "clause"), [("rows", "test_rows_of_different_lengths"), ("tokens", "test_how_a_prompt_came")]
+)
+def test_codes_that_tokens_have_in_common_show(axes, clause):
+    """Beside a tolerance that hides them from exact storage."""
+
+    class Planted(LayoutContract):
+        layout = CodedLayout("planted", Steps)
+        options: ClassVar = {"axes": axes}
+        tolerance = 0.05
+
+    assert next(violations(Planted, clause), None)
 
 
 def test_a_handle_of_another_shape_shows(monkeypatch):
