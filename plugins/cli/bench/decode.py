@@ -17,8 +17,8 @@ from oarlock.plugins.cli.bench.pairs import (
     token_hash,
 )
 from oarlock.plugins.cli.bench.prompts import prompts
-from oarlock.plugins.cli.bench.sides import ENDLESS, MlxLm, Rows, top_two_gap
-from oarlock.plugins.cli.failures import Failure
+from oarlock.plugins.cli.bench.sides import ENDLESS, MlxLm, Prompts, Rows, top_two_gap
+from oarlock.plugins.cli.failures import Failure, described
 
 STEPS = 8
 """Steps of one block: short, so that a pair sees the same machine."""
@@ -34,8 +34,10 @@ def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, joiner: int =
     bound = engine.bound
     asked = prompts(engine.tokenizer, bound.vocabulary, lengths)
     ours = Rows(engine, asked, max_tokens=ENDLESS if bound.positions is None else None)
-    sides: list[Rows | MlxLm] = [ours, *([MlxLm(bound.model, asked)] if against else [])]
+    sides: list[Rows | MlxLm] = [ours]
     try:
+        if against:
+            sides.append(_theirs(engine, asked))
         blocks = in_turns(sides, STEPS, rounds)
         stalls = _stalls(sides, prompts(engine.tokenizer, bound.vocabulary, [joiner])[0], rounds) if joiner else {}
         if ours.ended:
@@ -76,6 +78,15 @@ def decode(engine: Engine, lengths: Sequence[int], rounds: int, *, joiner: int =
             if times
         ],
     )
+
+
+def _theirs(engine: Engine, asked: Prompts) -> MlxLm:
+    """Return mlx-lm's side, or say in one line that there is none: it runs not all models that run here."""
+    try:
+        return MlxLm(engine.bound.model, asked)
+    except Exception as error:
+        msg = f"mlx-lm's batch generator does not run this model, leave out --against ({described(error)})"
+        raise Failure(msg) from error
 
 
 def _stalls(sides: Sequence[Rows | MlxLm], prompt: Sequence[int], rounds: int) -> dict[str, list[float]]:

@@ -127,6 +127,16 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(invoke, arguments, p
     assert part in invoke("bench", "nowhere", *arguments, code=2).stderr
 
 
+def test_a_model_that_mlx_lm_cannot_batch_is_one_line(invoke, tiny, monkeypatch):
+    def refuses(*_):
+        msg = "shapes (3,) and (4,)"
+        raise ValueError(msg)
+
+    monkeypatch.setattr("oarlock.plugins.cli.bench.decode.MlxLm", refuses)
+    done = invoke("bench", tiny, *FEW, "--rows", "1", "--against", "mlx-lm", code=1)
+    assert "leave out --against (ValueError: shapes (3,) and (4,))" in done.stderr
+
+
 def test_rows_that_would_end_are_one_line(invoke, tiny):
     """The tiny model takes 4,096 positions; a block of rows that are over has no work."""
     done = invoke("bench", tiny, "--rounds", "5", "--prompt-tokens", "4080", "--rows", "1", "--joiner", "0", code=1)
