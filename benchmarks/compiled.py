@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from decode import STEPS, busy, facts, seconds
-from pairs import Comparison, Report, equal_hash, in_turns, ratio, spread
 from sides import Oarlock, top_two_gap
+
+from oarlock.plugins.cli.bench.pairs import Comparison, Report, equal_hash, in_turns, ratio, spread
 
 PROMPT = 64
 

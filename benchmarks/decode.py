@@ -7,11 +7,11 @@ from typing import Any
 
 import models
 from mlx_lm.sample_utils import make_sampler
-from pairs import Block, Comparison, Report, equal_hash, in_turns, ratio, spread
 from sides import BareLoop, MlxLm, Oarlock, Prompts, top_two_gap
 
 from oarlock.core import SamplingParams
 from oarlock.core.contracts.loader import LoadedModel
+from oarlock.plugins.cli.bench.pairs import Block, Comparison, Report, equal_hash, in_turns, ratio, spread
 
 STEPS = 8
 """Steps of one block: short, so that a pair sees the same machine."""

@@ -13,7 +13,8 @@ import models
 import program
 import reads
 import rows
-from pairs import Report
+
+from oarlock.plugins.cli.bench.pairs import Report
 
 FOOT = """Measured on this device only: on a GPU a dispatch costs more and memory is faster, and attention row by row, what it
 saves and what a gather costs have to be measured there again. mlx-lm cannot batch quantized caches, so quantized rows

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from pairs import Comparison, Report, Spread, ratio, spread
 from storages import CAPACITY, LAYERS, Left, Padded, Separate, Storage
+
+from oarlock.plugins.cli.bench.pairs import Comparison, Report, Spread, ratio, spread
 
 ROWS, TOKENS = 15, 2048
 WIDTH = 4

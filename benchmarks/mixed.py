@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
-from pairs import Block, Comparison, Report, Stopwatch, equal_hash, in_turns, ratio, spread
 
 from oarlock.core import manager
 from oarlock.core.bind import BoundModel, bind
@@ -20,6 +19,7 @@ from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.forward import forward, settle
 from oarlock.core.mixed import Side
 from oarlock.core.mixed import forward as together
+from oarlock.plugins.cli.bench.pairs import Block, Comparison, Report, Stopwatch, equal_hash, in_turns, ratio, spread
 
 ROWS, PROMPT, DONE = 8, 64, 128
 """Running rows, their prompts, and what the other row has behind it, in tokens."""

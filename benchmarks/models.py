@@ -13,18 +13,7 @@ from oarlock.core import manager
 from oarlock.core.config import EngineConfig
 from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.models import load_model
-
-TEXT = (
-    "A rowing boat is moved by oars that turn in oarlocks. The lock holds the oar where the boat is widest, and so the "
-    "rower's pull becomes a push on the water. In an eight every rower has one oar, four on each side, and a ninth "
-    "person steers and calls the stroke. Rivers were crossed like this long before there were bridges. A good crew is "
-    "not eight strong people; it is one long movement. When the blades enter the water at the same moment, the hull "
-    "lifts a little and runs. When they do not, each stroke stops what the last one began. Coaches watch the puddles: "
-    "evenly spaced, they say that the boat ran well between the strokes. Wind from ahead shortens the run, a following "
-    "wind lengthens it, and a cross wind makes the steering heavy. On a lake the water is flat in the morning. By noon "
-    "the thermals have made waves, and the smaller boats go home. What remains is the sound of the slides, the knock "
-    "of the gates and the water under the hull, which rowers call singing."
-)
+from oarlock.plugins.cli.bench.prompts import prompts as of_text
 
 
 def smollm2() -> LoadedModel:
@@ -56,10 +45,4 @@ def tiny() -> Any:
 def prompts(loaded: LoadedModel, lengths: Sequence[int]) -> list[list[int]]:
     """Return one prompt of each length, each from another place of one text."""
     assert loaded.tokenizer is not None
-    ids = loaded.tokenizer.encode(TEXT)
-    around = ids * (2 + max(lengths) // len(ids))
-    return [around[start : start + n] for start, n in zip(_places(len(ids), len(lengths)), lengths, strict=True)]
-
-
-def _places(size: int, count: int) -> list[int]:
-    return [size * i // count for i in range(count)]
+    return of_text(loaded.tokenizer, 0, lengths)

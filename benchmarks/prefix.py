@@ -17,12 +17,12 @@ import mlx.core as mx
 import models
 import program
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-from pairs import MIN_PAIRS, Comparison, Report, equal_hash, ratio, spread
 from sides import settings
 
 from oarlock.core import Request
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models as tiny
+from oarlock.plugins.cli.bench.pairs import MIN_PAIRS, Comparison, Report, equal_hash, ratio, spread
 
 TOKENS = 8
 """Of every answer."""

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pairs import MIN_PAIRS, Report, UnequalTokens, machine
+from oarlock.plugins.cli.bench.pairs import MIN_PAIRS, Report, UnequalTokens, machine
 
 Workloads = Mapping[str, Callable[[int], Iterator[Report]]]
 """By name: rounds -> reports, one after the other."""

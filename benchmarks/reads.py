@@ -16,7 +16,6 @@ import models
 from graphs import dispatches, gathered
 from groups import CHUNK, LAYOUTS
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from pairs import Comparison, Report, equal_hash, in_turns, ratio, spread, token_hash
 from rows import LENGTHS, WINDOW
 from sides import Loop, top_two_gap
 
@@ -25,6 +24,7 @@ from oarlock.core.contracts.layout import BatchCache, Positions
 from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.engine import Engine
 from oarlock.core.forward import forward, settle
+from oarlock.plugins.cli.bench.pairs import Comparison, Report, equal_hash, in_turns, ratio, spread, token_hash
 
 ROWS, EQUAL, PREFIX, TAIL, STEPS = 16, 1024, 960, 32, 4
 GATHERED = "paged, gathered"

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 from groups import LAYERS, LAYOUTS, Group, PaddedGroup
-from pairs import Block, Comparison, Report, Spread, Stopwatch, ratio, spread
 from storages import KV_HEADS, SIZE
+
+from oarlock.plugins.cli.bench.pairs import Block, Comparison, Report, Spread, Stopwatch, ratio, spread
 
 LENGTHS = [round(64 * 64 ** (row / 15)) for row in range(16)]
 """64 to 4,096, each longer than the one before by the same factor."""

@@ -18,9 +18,9 @@ import membership
 import mixed
 import models
 import program
-from pairs import MIN_PAIRS, Report
 
 from oarlock.core.contracts.loader import LoadedModel
+from oarlock.plugins.cli.bench.pairs import MIN_PAIRS, Report
 
 EQUAL = 64  # prompt tokens a row
 RAGGED = [24 + 5 * row for row in range(16)]

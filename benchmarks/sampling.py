@@ -16,12 +16,12 @@ import decode
 import models
 import program
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pairs import Block, Comparison, Report, Stopwatch, in_turns, ratio, spread
 from sides import MlxLm, Oarlock, settings
 
 from oarlock.core import Request, SamplingParams
 from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.engine import Engine
+from oarlock.plugins.cli.bench.pairs import Block, Comparison, Report, Stopwatch, in_turns, ratio, spread
 
 STEPS, ROWS, LENGTH = 8, 16, 64
 SLOWDOWN, AGAINST_MLX_LM = 1.15, 1.5

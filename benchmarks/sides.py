@@ -1,28 +1,24 @@
 """What is compared: oarlock, the bare loop on its caches, and mlx-lm's batch generator. Nothing is timed here but blocks.
 
-All rows run before the first block and none leaves before the last, so prefill stands outside on every side. A block
-ends when the device is done: what a pipeline has in flight is paid by the side that put it there.
+All rows run before the first block and none leaves before the last, so prefill stands outside on every side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
-from pairs import Block, Stopwatch
 
-from oarlock.core import Request, SamplingParams
+from oarlock.core import SamplingParams
 from oarlock.core.bind import BoundModel
 from oarlock.core.contracts.layout import BatchCache
 from oarlock.core.engine import Engine
 from oarlock.core.forward import forward, settle
+from oarlock.plugins.cli.bench.pairs import Block, Stopwatch
+from oarlock.plugins.cli.bench.sides import MlxLm, Prompts, Rows, top_two_gap
 
-Prompts = Sequence[Sequence[int]]
-ENDLESS = 100_000
-"""A row's limit, which no run reaches."""
+__all__ = ["BareLoop", "Loop", "MlxLm", "Oarlock", "Prompts", "settings", "top_two_gap"]
 
 
 def settings(rows: int, **scheduler: Any) -> dict[str, Any]:
@@ -33,47 +29,20 @@ def settings(rows: int, **scheduler: Any) -> dict[str, Any]:
     }
 
 
-class Oarlock:
-    """The engine, driven as its users drive it; events are collected, as they would be."""
-
-    name = "oarlock"
+class Oarlock(Rows):
+    """Rows on an engine of their own."""
 
     def __init__(
         self, model: Any, prompts: Prompts, sampling: Sequence[SamplingParams] | None = None, **scheduler: Any
     ) -> None:
-        self.engine = Engine(model, config=settings(len(prompts), **scheduler))
-        self.rows: list[list[int]] = [[] for _ in prompts]
-        params = sampling or [SamplingParams()] * len(prompts)
-        for row, prompt, sampled in zip(self.rows, prompts, params, strict=True):
-            request = Request(prompt_ids=prompt, max_tokens=ENDLESS, sampling=sampled, ignore_eos=True)
-            self.engine.submit(request, events=_collector(row))
-        while self.engine.stats()["active_rows"] < len(prompts):
-            self.engine.step()
-        self.engine.step()  # from now on each step has one before it to read
+        super().__init__(Engine(model, config=settings(len(prompts), **scheduler)), prompts, sampling)
 
     @property
     def bound(self) -> BoundModel:
         return self.engine.bound
 
-    def block(self, steps: int) -> Block:
-        """Do ``steps`` iterations."""
-        before, step = sum(map(len, self.rows)), self.engine.step
-        watch = Stopwatch()
-        for _ in range(steps):
-            step()
-        mx.synchronize()
-        return watch.block(steps, sum(map(len, self.rows)) - before)
-
     def close(self) -> None:
         self.engine.close()
-
-
-def _collector(row: list[int]) -> Callable[[Any], None]:
-    def take(event: Any) -> None:
-        if event.token is not None:
-            row.append(event.token)
-
-    return take
 
 
 class Loop:
@@ -137,51 +106,3 @@ class BareLoop(Loop):
             for cache, other in zip(rows, caches, strict=True):
                 cache.join(other, [place])
         super().__init__("bare loop", bound, rows, mx.concatenate(first))
-
-
-class MlxLm:
-    """mlx-lm's batch generator through its public interface, at its defaults or with a chunk size."""
-
-    def __init__(
-        self,
-        model: Any,
-        prompts: Prompts,
-        samplers: Sequence[Callable[[mx.array], mx.array]] | None = None,
-        processors: Sequence[list[Callable[[mx.array, mx.array], mx.array]]] | None = None,
-    ) -> None:
-        self.name = "mlx-lm"
-        self._generator = BatchGenerator(model)
-        self.rows: list[list[int]] = [[] for _ in prompts]
-        self._generator.insert(
-            [list(prompt) for prompt in prompts],
-            max_tokens=[ENDLESS] * len(prompts),
-            samplers=list(samplers) if samplers is not None else None,
-            logits_processors=list(processors) if processors is not None else None,
-        )
-        while self._next() < len(prompts):
-            pass
-
-    def block(self, steps: int) -> Block:
-        """Do ``steps`` steps."""
-        tokens = 0
-        watch = Stopwatch()
-        for _ in range(steps):
-            tokens += self._next()
-        mx.synchronize(self._generator.stream)
-        return watch.block(steps, tokens)
-
-    def close(self) -> None:
-        self._generator.close()
-
-    def _next(self) -> int:
-        _, responses = self._generator.next()
-        for response in responses:
-            self.rows[response.uid].append(response.token)
-        return len(responses)
-
-
-def top_two_gap(model: Any, tokens: Sequence[int]) -> float:
-    """Return how far apart the two best scores after ``tokens`` are, with mlx-lm's serial caches."""
-    logits = model(mx.array([list(tokens)], dtype=mx.uint32), cache=make_prompt_cache(model))[0, -1]
-    second, best = mx.sort(logits.astype(mx.float32))[-2:].tolist()
-    return best - second

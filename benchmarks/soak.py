@@ -20,10 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 import models
-from pairs import machine
 
 from oarlock.core import Request, SamplingParams
 from oarlock.core.engine import Engine
+from oarlock.plugins.cli.bench.pairs import machine
 
 GROWTH = 1.05
 """Most that may be held at the end, by what was held after the warm-up."""

@@ -16,12 +16,12 @@ import attrs
 import models
 import program
 import texts
-from pairs import MIN_PAIRS, Comparison, Report, equal_hash, ratio, spread
 from sides import settings, top_two_gap
 
 from oarlock.core import Request, hookimpl
 from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.engine import Engine
+from oarlock.plugins.cli.bench.pairs import MIN_PAIRS, Comparison, Report, equal_hash, ratio, spread
 
 Prompts = Sequence[Sequence[int]]
 

@@ -13,28 +13,11 @@ from typing import Any
 
 import attrs
 import models
-from pairs import machine
 
-from oarlock.core import Request
 from oarlock.core.engine import Engine
-from oarlock.core.observe import TIMES, StepReport, StepTrace
-
-EVERY = 6
-"""Steps between two arrivals."""
-SHARES = (0.2, 1.0, 0.05, 0.6)
-"""Lengths of the prompts, by the longest."""
-
-
-def load(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> int:
-    """Let the requests arrive and run them to their end; return how many tokens they got."""
-    handles, step = [], 0
-    while len(handles) < len(prompts) or not all(handle.done for handle in handles):
-        if step % EVERY == 0 and len(handles) < len(prompts):
-            prompt = prompts[len(handles)]
-            handles.append(engine.submit(Request(prompt_ids=prompt, max_tokens=tokens, ignore_eos=True)))
-        engine.step()
-        step += 1
-    return sum(len(handle.result().token_ids) for handle in handles)
+from oarlock.core.observe import StepReport, StepTrace
+from oarlock.plugins.cli.bench.pairs import machine
+from oarlock.plugins.cli.bench.trace import lines, load, uneven
 
 
 def measure(model: Any, prompts: Sequence[Sequence[int]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -55,17 +38,6 @@ def measure(model: Any, prompts: Sequence[Sequence[int]], arguments: argparse.Na
     memory = {name: value for name, value in stats.items() if name.endswith("_bytes")}
     facts = {"requests": len(prompts), "prompt tokens": sum(map(len, prompts)), "tokens": delivered}
     return {"load": facts, "memory": memory, "report": trace.report()}
-
-
-def lines(report: StepReport) -> list[str]:
-    """Return the table: a phase and a kind of time in each line, in milliseconds."""
-    table = [f"{'phase':16}{'steps':>7}  {'ms':8}{'mean':>9}{'p50':>9}{'p99':>9}"]
-    for phase, times in report.times.items():
-        for name in TIMES:
-            spread = times[name]
-            start = f"{phase:16}{report.steps[phase]:>7}" if name == TIMES[0] else " " * 23
-            table.append(f"{start}  {name.removesuffix('_ms'):8}{spread.mean:9.3f}{spread.p50:9.3f}{spread.p99:9.3f}")
-    return table
 
 
 def parse() -> argparse.Namespace:
@@ -90,7 +62,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Print the report."""
     arguments = parse()
-    lengths = [max(1, round(SHARES[i % len(SHARES)] * arguments.longest)) for i in range(arguments.requests)]
+    lengths = uneven(arguments.requests, arguments.longest)
     if arguments.model == "smollm2":
         loaded = models.smollm2()
         model, prompts = loaded.model, models.prompts(loaded, lengths)

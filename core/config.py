@@ -67,37 +67,50 @@ def _parsed(section: str) -> Callable[[type, list[Any]], list[Any]]:
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("model"))
 class ModelConfig:
-    """``[model]``: how weights are held. "auto" is "stored" on a GPU, float32 on the CPU where it fits."""
+    """``[model]``: the weights."""
 
     dtype: str = _setting("auto", values.one_of("auto", "float32", "bfloat16", "float16", "stored"))
+    """How weights are held. "auto": as they are stored on a GPU, float32 on the CPU where that fits."""
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("scheduler"))
 class SchedulerConfig:
-    """``[scheduler]``: what runs when, and within which limits. Units: tokens, rows, milliseconds, bytes.
-
-    ``stall_bound_ms`` is the longest that running rows wait for one advance of a joiner's prompt; 0 is a chunk's time.
-    ``compiled`` "auto" compiles no decode step: on the CPU the first one waits for the C++ compiler, and no GPU was measured.
-    ``pipeline`` and ``mixed_token_budget`` "auto" go by the device: see `core.device`.
-    """
+    """``[scheduler]``: what runs when, and within which limits."""
 
     max_batch: int = _setting(16, values.floor)
+    """The most rows that run and prepare together."""
     max_queued: int = _setting(64, values.whole(1))
+    """The most requests that wait; `submit` refuses what comes on top."""
     policy: str | Choice = _setting("decode_first", parse_name_or_choice)  # noqa: RUF009 - a field, as all here
+    """The order of admissions, prefill and decode steps: a name, or a table of it and its options."""
     stall_bound_ms: float = _setting(0, values.at_least(0))
+    """The longest that running rows wait for one advance of a joiner's prompt, in milliseconds; 0: a chunk's time."""
     prefill_chunk: int = _setting(512, values.whole(1))
+    """The most prompt tokens of a row in one forward; a request may name another number."""
     prefill_batch_tokens: int = _setting(2048, values.whole(1))
+    """Prompt tokens up to which rows that wait are prefilled in company."""
     tail_split: bool = _setting(True, values.flag)
+    """A prompt's last token is forwarded by itself, as mlx-lm does: its scores are those of a decode step."""
     early_first_token: bool = _setting(True, values.flag)
+    """The first token of a row that runs alone is read at once; false: once its next step is built."""
     pipeline: bool | str = _setting("auto", values.auto_flag)
+    """The next step is built before the previous one is read. "auto": on a GPU only."""
     vectorised_sampling: bool = _setting(True, values.flag)
+    """A sampler draws for all rows in one call; false: row by row."""
     compiled: bool | str = _setting("auto", values.auto_flag)
+    """The forward of up to four rows that stay together is traced once and replayed. "auto": never."""
     mixed: bool | str = _setting("auto", values.auto_flag)
+    """A chunk of a prompt and a decode step share a forward. "auto": where model and layouts allow it."""
     mixed_token_budget: int | str = _setting("auto", values.auto_whole(1))
+    """The most tokens of such a forward. "auto": 64 on a CPU, 256 on a GPU."""
     kv_budget: int | float | None = _setting(None, values.parse_budget)
+    """Bytes that all caches may take, those of joining rows included, or a share of the memory; "none": no limit."""
     overcommit: float = _setting(1.0, values.at_least(1.0))
+    """How many times the budget admissions may promise; beyond 1, rows may be preempted for it later."""
     max_recoveries: int = _setting(8, values.whole(0))
+    """How often in a row the device may fail with nobody guilty and no request finished in between; then all rows fail."""
     verify: bool = _setting(True, values.flag)
+    """The bind probe: rows of different length are run batched and alone, and what differs is refused."""
 
     @property
     def policy_choice(self) -> Choice:
@@ -107,14 +120,20 @@ class SchedulerConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("state_cache"))
 class StateCacheConfig:
-    """``[state_cache]``: what is kept of rows outside the running group. ``checkpoints`` are in ``disk`` unless named."""
+    """``[state_cache]``: what is kept of rows outside the running group."""
 
     name: str = _setting("memory", values.name)
+    """The registered state cache: "memory" keeps the states of rows that ended, "none" nothing."""
     prefix_bytes: int = _setting("1GiB", values.parse_bytes)
+    """The most bytes of states in memory."""
     publish_min_tokens: int = _setting(64, values.whole(1))
+    """Shorter beginnings are not stored."""
     disk: str = _setting("", values.text)
+    """A directory for what outlives the process, which several may share; "" stores nothing there."""
     checkpoints: str = _setting("", values.text)
+    """A directory for checkpoints, where they are to be apart from what `disk` names."""
     disk_bytes: int = _setting("10GiB", values.parse_bytes)
+    """The most bytes on disk."""
 
     def __attrs_post_init__(self) -> None:
         for key, value in (("state_cache.disk", self.disk), ("state_cache.checkpoints", self.checkpoints)):
@@ -124,10 +143,12 @@ class StateCacheConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("layouts"))
 class LayoutsConfig:
-    """``[layouts]``: the layout by layer kind, and by layer path, which goes first. Unnamed kinds keep their own."""
+    """``[layouts]``: how layers keep their past."""
 
     kinds: Mapping[str, Choice] = _setting({}, _kinds)
+    """The layout of a kind of layer: a name, or a table of it and its options. Kinds that are not named keep their own."""
     layers: Mapping[str, Choice] = _setting({}, _layers)
+    """The layout of single layers, which goes first: `"7"`, a range `"0-3"`, a part of a composite layer `"7.1"`."""
 
     def for_layer(self, path: str, kind: str) -> Choice | None:
         """Return what the config names for this layer, or None."""
@@ -136,26 +157,32 @@ class LayoutsConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("method"))
 class MethodConfig:
-    """``[method]``: the decoding method; every other key of the section is an option of that method."""
+    """``[method]``: how a group of rows advances."""
 
     name: str = _setting("plain", values.name)
+    """The registered method."""
     options: Mapping[str, Any] = _setting({}, parse_table)
+    """Every other key of the section is an option of that method."""
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("adapters"))
 class AdaptersConfig:
-    """``[adapters]``: those that requests may name, each a path, or a table with a kind's name and its options."""
+    """``[adapters]``: those that requests may name."""
 
     named: Mapping[str, Choice] = _setting({}, _adapters)
+    """A directory as mlx-lm's training leaves it, or a table with the name of a kind of adapter and its options."""
 
 
 @attrs.frozen(kw_only=True, field_transformer=_parsed("plugins"))
 class PluginsConfig:
-    """``[plugins]``: names never loaded, names loaded though off by default, and PEP 508 requirements."""
+    """``[plugins]``: which of those that are installed are loaded."""
 
     disable: tuple[str, ...] = _setting((), values.names)
+    """Plugins or distributions that are never loaded."""
     enable: tuple[str, ...] = _setting((), values.names)
+    """Plugins that are off by default, and loaded here."""
     require: tuple[str, ...] = _setting((), values.names)
+    """PEP 508 requirements, such as `"my-plugin>=1.2"`; one that is not met is an error."""
 
     def __attrs_post_init__(self) -> None:
         for name in set(self.disable) & set(self.enable):

@@ -1,4 +1,4 @@
-"""The command line: ``oarlock generate | batch | plugins | new-plugin | explain | doctor``, and what plugins add to it.
+"""The command line: ``oarlock generate | batch | plugins | new-plugin | explain | doctor | bench``, and what plugins add.
 
 It decides nothing about generation: every command is a thin driver of the public engine.
 """

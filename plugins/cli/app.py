@@ -8,6 +8,7 @@ import click
 
 from oarlock.core import manager
 from oarlock.plugins.cli.batch import batch
+from oarlock.plugins.cli.bench.command import bench
 from oarlock.plugins.cli.blocking import blocked, disable_option
 from oarlock.plugins.cli.console import note
 from oarlock.plugins.cli.doctor import doctor
@@ -58,7 +59,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=[batch, doctor, explain, generate, new_plugin, plugins],
+    commands=[batch, bench, doctor, explain, generate, new_plugin, plugins],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: oarlock generate smollm2 'Why is the sky blue?'",
 )

@@ -16,5 +16,6 @@ def load(monkeypatch):
 
 
 @pytest.fixture
-def harness(load):
-    return load("pairs")
+def harness():
+    """Pairs, quartiles and hashes, which the command line shares."""
+    return importlib.import_module("oarlock.plugins.cli.bench.pairs")

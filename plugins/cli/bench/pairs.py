@@ -13,10 +13,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib import metadata
 from typing import Any, Protocol
+
+import attrs
+
+from oarlock.plugins.cli.machine import blas_library, device
 
 MIN_PAIRS = 5
 NEAR_TIE = 1e-3
@@ -27,7 +30,7 @@ class UnequalTokens(Exception):
     """Two sides that had to give the same tokens did not: their times compare different work."""
 
 
-@dataclass(frozen=True)
+@attrs.frozen
 class Spread:
     """A median and its quartiles over ``pairs`` measurements."""
 
@@ -57,7 +60,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return spread([their / our for our, their in zip(ours, theirs, strict=True)])
 
 
-@dataclass(frozen=True)
+@attrs.frozen
 class Block:
     """One side's part of a round. ``host``: seconds of computing in the driving thread, which a busy machine spares.
 
@@ -155,7 +158,7 @@ def _differences(
     return lines
 
 
-@dataclass(frozen=True, kw_only=True)
+@attrs.frozen(kw_only=True)
 class Comparison:
     """One ratio, and whether it reaches what it should: the lower quartile does, where there is a target."""
 
@@ -172,14 +175,14 @@ class Comparison:
         return f"{self.what:44} {self.ratio!s:24}{verdict}"
 
 
-@dataclass(kw_only=True)
+@attrs.define(kw_only=True)
 class Report:
     """What one workload found."""
 
     name: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, Spread] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
+    facts: dict[str, Any] = attrs.field(factory=dict)
+    figures: dict[str, Spread] = attrs.field(factory=dict)
+    comparisons: list[Comparison] = attrs.field(factory=list)
     table: str = ""
 
     def __str__(self) -> str:
@@ -193,16 +196,14 @@ class Report:
         return {
             "name": self.name,
             "facts": self.facts,
-            "figures": {key: asdict(value) for key, value in self.figures.items()},
-            "comparisons": [asdict(each) | {"reached": each.reached} for each in self.comparisons],
+            "figures": {key: attrs.asdict(value) for key, value in self.figures.items()},
+            "comparisons": [attrs.asdict(each) | {"reached": each.reached} for each in self.comparisons],
         } | ({"table": self.table} if self.table else {})
 
 
 def machine() -> dict[str, Any]:
     """Return what a figure depends on: cores, device, versions, the BLAS in use, and how busy the machine is."""
     import mlx.core as mx
-
-    from oarlock.plugins.cli.machine import blas_library, device
 
     mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8)))  # a product, so that the library is mapped
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
