@@ -127,6 +127,10 @@ class CodedRing(CodedPlanes, RingCache):
         """Return a cache like this one, without rows."""
         return CodedRing(slots, self.ring.pick([]), self.coding)
 
+    def storage(self) -> Hashable:
+        """Describe the storage."""
+        return (self.coding, self.ring.window, self.ring.keep)
+
     def meta(self) -> dict[str, str]:
         """Return what restores a cache like this one."""
         return {**super().meta(), "window": str(self.ring.window), "keep": str(self.ring.keep)}

@@ -117,6 +117,18 @@ def test_a_refusal_names_the_layer_at_bind():
         Engine(models.build("tiny-full"), config={"layouts": {"full": "coded"}}, plugins=[Plugin(Choosy)])
 
 
+@pytest.mark.parametrize("change", [{"window": 9}, {"keep": 1}, {"kind": "full"}], ids=str)
+def test_rings_of_another_window_do_not_join(change):
+    layout, layer = CodedLayout("coded", AsItIs), attrs.evolve(LAYER, kind="rotating", window=8)
+    rows, strangers = (
+        layout.open(each, AsItIs(), slots=1, window=1) for each in (layer, attrs.evolve(layer, **change))
+    )
+    strangers.add(1)
+    with pytest.raises(TypeError):
+        rows.join(strangers, [0])
+    assert rows.rows == 0
+
+
 def test_a_state_says_all_that_its_row_needs():
     """Options, dtype and room: what is restored stores on as before."""
     layout = CodedLayout("coded", AsItIs)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from oarlock.core import Request
+from oarlock.core import Request, SamplingParams
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
 from oarlock.core.testing.warm import Counting, digest
@@ -37,6 +37,7 @@ class World:
         self.model, self.events = models.build(name, **changes), Counter()
         self.verify = self.model.model_type == "llama4"
         self.cold, self.answers = self.engine("none", 0), {}
+        self.compared = self.excused = 0
         self.warm = self.engine("memory", 2**30)
         self.spy = Counting(self.warm.bound.model)
         object.__setattr__(self.warm.bound, "model", self.spy)
@@ -48,11 +49,22 @@ class World:
         cache = {"name": name, "publish_min_tokens": 1, "prefix_bytes": room}
         return Engine(self.model, config={"layouts": self.layouts, "scheduler": settings, "state_cache": cache})
 
-    def answer(self, prompt):
+    def check(self, prompt, tokens):
+        """Compare with the cold answer, up to its first near tie where the two part.
+
+        Packed storage gets there: last bits of a key depend on how many were computed with it, and now and then another
+        code is the nearest (of 2,240 numbers one to five by one step, where it was looked into).
+        """
         if prompt not in self.answers:
-            (result,) = self.cold.generate([Request(prompt_ids=prompt, max_tokens=TOKENS)])
-            self.answers[prompt] = result.token_ids
-        return self.answers[prompt]
+            sampling = SamplingParams(logprobs=2)
+            (result,) = self.cold.generate([Request(prompt_ids=prompt, max_tokens=TOKENS, sampling=sampling)])
+            gaps = [top[0][1] - top[1][1] for top in (each.top for each in result.logprobs)]
+            self.answers[prompt] = result.token_ids, gaps
+        wanted, gaps = self.answers[prompt]
+        self.compared += 1
+        if tokens != wanted:
+            assert min(gaps[: common(tokens, wanted) + 1]) < models.TIE, (prompt, tokens, wanted, gaps)
+            self.excused += 1
 
     def live(self, seed):
         """One history: `TURNS` turns of one to three prompts, each like one before in some way."""
@@ -62,7 +74,8 @@ class World:
             prompts = [tuple(prompt(rng, known)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
             before, evicted = self.spy.tokens, warm.stats()["state_cache"]["evictions"]
             results = warm.generate([Request(prompt_ids=ids, max_tokens=TOKENS) for ids in prompts])
-            assert [r.token_ids for r in results] == [self.answer(ids) for ids in prompts]
+            for ids, result in zip(prompts, results, strict=True):
+                self.check(ids, result.token_ids)
             cached = [result.usage.cached_tokens for result in results]
             forwarded = sum(len(ids) - n + TOKENS - 1 for ids, n in zip(prompts, cached, strict=True))
             assert self.spy.tokens - before == forwarded
@@ -117,5 +130,6 @@ def test_three_thousand_histories(storage, part):
     world = World(storage)
     for seed in range(LONG):
         world.live(1000 + part * LONG + seed)
-    print(storage, part, dict(world.events))
+    print(storage, part, dict(world.events), f"{world.excused} of {world.compared} answers part at a near tie")
+    assert world.excused <= models.MAX_EXCUSED * world.compared
     assert min(world.events[event] for event in EVENTS) >= 34, world.events
