@@ -15,25 +15,38 @@ from oarlock.core.engine import Engine
 from oarlock.core.request import Request
 from oarlock.core.testing.composition import rows
 from oarlock.core.testing.composition.drafts import Drafts
-from oarlock.core.testing.composition.methods import DRAFT, Method
+from oarlock.core.testing.composition.methods import DRAFT, Evidence, Method
 from oarlock.core.testing.composition.rows import Alone
 from oarlock.core.testing.composition.storages import WORDS, Storage, draft, model
 from oarlock.core.testing.composition.templates import Templates
 from oarlock.core.testing.drive import arrive
 
 
+@attrs.define(eq=False)
 class Watch:
-    """Counts from records of steps: tokens of prompts that were forwarded, and rows that decoded beside each other."""
+    """Counts from records of steps, and is the plugin that gets them.
 
-    def __init__(self) -> None:
-        self.prefilled = 0
-        self.together: set[tuple[str, ...]] = set()
+    ``prefilled`` are the tokens of prompts that were forwarded, ``together`` the rows that decoded beside each other,
+    ``windows`` the mixed forwards in which rows had more than a token, ``preempted`` the rows that gave up their states
+    when they had decoded.
+    """
+
+    prefilled: int = 0
+    windows: int = 0
+    preempted: int = 0
+    together: set[tuple[str, ...]] = attrs.field(factory=set)
 
     @hookimpl
     def step_finished(self, step: Any) -> None:
         """Count."""
         self.prefilled += step.prefill_tokens
+        self.windows += step.mixed_tokens - step.prefill_tokens > step.decode_rows
         self.together.add(step.decode_ids)
+
+    @hookimpl
+    def request_preempted(self, request: Request) -> None:
+        """Count it where it decoded before."""
+        self.preempted += any(request.id in ids for ids in self.together)
 
 
 @attrs.frozen(kw_only=True)
@@ -45,12 +58,13 @@ class Case:
     alone: Alone
     scratch: Path
     templates: Templates = attrs.field(factory=lambda: Templates(WORDS))
+    watch: Watch = attrs.field(factory=Watch)
 
-    def engine(self, *plugins: object, **changes: Any) -> Engine:
+    def engine(self, **changes: Any) -> Engine:
         """Open an engine of the storage and the method; ``changes`` are those of `rows.settings`."""
         config, name = rows.settings(self.storage, self.method.config, **changes), self.storage.name
         drafts = Drafts({DRAFT: functools.partial(draft, name)})
-        return Engine(model(name), config=config, identity=name, plugins=[self.templates, drafts, *plugins])
+        return Engine(model(name), config=config, identity=name, plugins=[self.templates, drafts, self.watch])
 
     def requests(self, kind: str = rows.GREEDY, **changes: Any) -> list[Request]:
         """Return the five rows, some with a template where the method wants that."""
@@ -71,16 +85,18 @@ class Case:
         for each in stats:
             assert each["recoveries"] == 0, f"{each['recoveries']} recoveries"
 
-    def company(self, kind: str = rows.GREEDY, **changes: Any) -> tuple[Any, ...]:
-        """Let rows come one by one and check them; return their results, the counts, what was watched, and what was shown."""
-        watch = Watch()
-        with self.engine(watch, **changes) as engine:
+    def company(self, kind: str = rows.GREEDY, **changes: Any) -> tuple[list[Any], Mapping[str, Any], Evidence]:
+        """Let rows come one by one and check them; return their results, the engine's counts, and what was shown."""
+        with self.engine(**changes) as engine:
             results = arrive(engine, self.requests(kind), 2)
             stats = engine.stats()
         self.check(results, self.wanted(kind), stats)
-        shown = self.method.evidence(stats, results)
-        shown["companies of several rows"] = sum(len(ids) > 1 for ids in watch.together)
-        return results, stats, watch, shown
+        return results, stats, self.shown(results, stats)
+
+    def shown(self, results: Sequence[Any], stats: Mapping[str, Any]) -> Evidence:
+        """Return what proves that the method did what it is for, and that rows ran beside each other."""
+        several = sum(len(ids) > 1 for ids in self.watch.together)
+        return {"companies of several rows": several, **self.method.evidence(stats, results)}
 
     def changed(self, kind: str) -> int:
         """Return how many tokens rows of a kind say otherwise than greedy ones."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 
+from oarlock.core.engine import Engine
 from oarlock.core.request import Request
 from oarlock.core.testing.composition import rows
-from oarlock.core.testing.composition.case import Case, Watch, cut
+from oarlock.core.testing.composition.case import Case, cut
 from oarlock.core.testing.composition.methods import Evidence
 from oarlock.core.testing.drive import arrive
 
@@ -60,33 +59,32 @@ def prefix_reuse(case: Case) -> Evidence:
         stats = engine.stats()
     case.check(results, case.wanted(), stats)
     cached = sum(result.usage.cached_tokens for result in results)
-    return {**case.method.evidence(stats, results), "cached tokens": cached}
+    return {**case.shown(results, stats), "cached tokens": cached}
 
 
 def checkpoint(case: Case) -> Evidence:
     """An engine is left in the middle of the rows, and another one ends them."""
     kept = {"name": "memory", "prefix_bytes": 0, "checkpoints": str(case.scratch)}
     asked = case.requests(checkpoint_interval=3)
-    watch = Watch()
     with case.engine(state_cache=kept) as first:
         handles = [first.submit(request) for request in asked]
         while min(len(handle._row.token_ids) for handle in handles if not handle.done) < 7:
             first.step()
-        before = first.stats()
-    with case.engine(watch, state_cache=kept) as second:
+        before, begun = first.stats(), case.watch.prefilled
+    with case.engine(state_cache=kept) as second:
         results = second.generate(asked)
         after = second.stats()
     case.check(results, case.wanted(), before, after)
     both = {name: before[name] + after[name] for name in ("accepted_tokens", "drafted_tokens")}
-    saved = sum(len(request.prompt_ids or ()) for request in asked) - watch.prefilled
-    return {**case.method.evidence(both, results), "tokens of prompts that were not forwarded again": saved}
+    saved = sum(len(request.prompt_ids or ()) for request in asked) - (case.watch.prefilled - begun)
+    return {**case.shown(results, both), "tokens of prompts that were not forwarded again": saved}
 
 
 def adapter(case: Case) -> Evidence:
     """Rows of two adapters and of none decode together."""
-    *_, watch, shown = case.company(rows.ADAPTED, adapters=case.alone.adapters(case.storage))
+    *_, shown = case.company(rows.ADAPTED, adapters=case.alone.adapters(case.storage))
     of = {f"row {row}": name for row, name in enumerate(rows.ADAPTERS)}
-    several = sum(len({of[name] for name in ids}) > 1 for ids in watch.together)
+    several = sum(len({of[name] for name in ids}) > 1 for ids in case.watch.together)
     return {
         **shown,
         "tokens that adapters changed": case.changed(rows.ADAPTED),
@@ -94,60 +92,63 @@ def adapter(case: Case) -> Evidence:
     }
 
 
-def _budgeted(case: Case, share: float, overcommit: float, most: float) -> tuple[Mapping[str, Any], Evidence, int]:
-    """Let rows come all at once, within the bytes of a ``share`` of the largest and what the method holds beside one.
-
-    They come several times, each time with shorter answers, so that all of them would be ``most`` times the budget; the
-    last one comes alone.
-    """
-    limit, total = _sizes(case, share)
-    times = max(1, math.ceil(most * limit / total))
-    asked = [
-        attrs.evolve(request, id=f"{request.id}, {n}", max_tokens=max(1, (request.max_tokens or 0) - 4 * n))
-        for n in range(times)
-        for request in case.requests()
-    ]
-    waited = 0
-    with case.engine(kv_budget=limit, overcommit=overcommit, max_batch=len(asked)) as engine:
-        last = [attrs.evolve(case.requests()[0], id="the last")]
+def budget(case: Case) -> Evidence:
+    """A budget of bytes holds some of the rows at a time; those that run never have more allocated."""
+    limit, asked, waited = _limit(case), case.requests(), 0
+    asked += [attrs.evolve(request, id=f"{request.id} again") for request in asked]
+    with case.engine(kv_budget=limit) as engine:
         handles = [engine.submit(request) for request in asked]
         while not all(handle.done for handle in handles):
             engine.step()
             stats = engine.stats()
             assert stats["kv_bytes"] <= limit, f"{stats['kv_bytes']} bytes of {limit}"
             waited += stats["active_rows"] > 0 and stats["pending_rows"] > stats["preparing_rows"]
-        results = [*(handle.result() for handle in handles), *engine.generate(last)]
-        stats = engine.stats()
-    wanted = [*case.wanted() * times, case.wanted()[0]]
-    case.check(results, [*map(cut, wanted, [*asked, *last])], stats)
-    return stats, case.method.evidence(stats, results), waited
+        results = [handle.result() for handle in handles]
+    case.check(results, case.wanted() * 2, stats)
+    return {**case.shown(results, stats), "steps in which rows waited": waited}
 
 
-def _sizes(case: Case, share: float) -> tuple[int, int]:
-    """Return the bytes of a ``share`` of the largest row and of what the method holds beside one; and of all rows."""
+def _limit(case: Case) -> int:
+    """Return the bytes of a joiner and three running rows, and of what the method may hold beside two of them."""
     with case.engine(verify=False) as engine:
-        name = case.method.config["name"]
-        final = [len(request.prompt_ids or ()) + (request.max_tokens or 0) for request in case.requests()]
-        engine._driver.group.use_method(name)
-        sizes = [engine.bound.bytes_at(n, engine.bound.window(name)) for n in final]
-        return int(share * max(sizes)) + engine._driver.group.beside([max(final)]), sum(sizes)
+        engine._driver.group.use_method(case.method.config["name"])
+        return int(4.2 * _largest(case, engine)) + 2 * engine._driver.group.beside([_longest(case)])
 
 
-def budget(case: Case) -> Evidence:
-    """A budget of bytes holds some of the rows at a time, and never less than what is allocated."""
-    _, shown, waited = _budgeted(case, share=2.5, overcommit=1.0, most=0)
-    return {**shown, "steps in which rows waited": waited}
+def _longest(case: Case) -> int:
+    return max(len(request.prompt_ids or ()) + (request.max_tokens or 0) for request in case.requests())
+
+
+def _largest(case: Case, engine: Engine) -> int:
+    """Return the bytes that the longest row comes to."""
+    caches = engine.bound.open_caches(slots=1, window=engine.bound.window(case.method.config["name"]))
+    return sum(cache.projected([_longest(case)], exact=True) for cache in caches)
 
 
 def preemption(case: Case) -> Evidence:
-    """Rows that were taken on credit leave and are computed again; drafts leave before them."""
-    stats, shown, _ = _budgeted(case, share=1.2, overcommit=100.0, most=2)
-    return {**shown, "preemptions": stats["preemptions"]}
+    """The budget shrinks to less than running rows hold: the newest leave, and are computed again later."""
+    with case.engine(kv_budget=1 << 30) as engine:
+        handles = [engine.submit(request) for request in case.requests()]
+        while min(len(handle._row.token_ids) for handle in handles) < 1 or engine.stats()["preparing_rows"]:
+            engine.step()
+        held, relief = engine._driver.group.holding(), engine._driver.relief
+        needed = sum(cache.projected(held.tokens, exact=True) for cache in held.caches)
+        limit = max(int(0.6 * needed), _largest(case, engine))
+        relief.budget = attrs.evolve(relief.budget, limit=limit)
+        while not all(handle.done for handle in handles):
+            engine.step()
+            stats = engine.stats()
+            assert stats["kv_bytes"] <= limit, f"{stats['kv_bytes']} bytes of {limit}"
+        results = [handle.result() for handle in handles]
+    case.check(results, case.wanted(), stats)
+    return {**case.shown(results, stats), "preempted rows that had begun": case.watch.preempted}
 
 
 def mixed(case: Case) -> Evidence:
-    """Decode steps take chunks of prompts along."""
-    _, stats, _, shown = case.company(mixed=True)
+    """Decode steps take chunks of prompts along, and so do windows of several tokens a row."""
+    _, stats, shown = case.company(mixed=True)
+    if case.method.drafts or case.method.templates:
+        shown["mixed windows"] = case.watch.windows
     return {**shown, "mixed forwards": stats["mixed_forwards"]}
 
 
@@ -164,7 +165,7 @@ def compiled(case: Case) -> Evidence:
         stats = engine.stats()
     case.check([*begun, *results], [*map(cut, wanted, short), *wanted], stats)
     replayed = stats["compiled_steps"] - stats["compiled_traces"]
-    return {**case.method.evidence(stats, results), "replayed steps": replayed}
+    return {**case.shown(results, stats), "replayed steps": replayed}
 
 
 FEATURES: Mapping[str, Callable[[Case], Evidence]] = MappingProxyType(
