@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.core.testing.composition import Alone
+from oarlock.core.testing.composition import Shared
 
 
 @pytest.fixture(scope="session")
@@ -26,5 +26,5 @@ def text(page):
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory):
-    return Alone(tmp_path_factory.mktemp("alone"))
+def shared(tmp_path_factory):
+    return Shared(tmp_path_factory.mktemp("shared"))

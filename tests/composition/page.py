@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from oarlock.core.testing.composition import REASONS, Alone, Cell, Outcome, Status, every_cell, problems, run
+from oarlock.core.testing.composition import REASONS, Cell, Outcome, Shared, Status, every_cell, problems, run
 from oarlock.core.testing.composition.features import FEATURES
 from oarlock.core.testing.composition.methods import METHODS
 from oarlock.core.testing.composition.storages import STORAGES, WORDS
@@ -140,10 +140,10 @@ def run_all(patterns: Sequence[str] = ("*",)) -> Iterator[tuple[Cell, Outcome]]:
     """Run the cells that a pattern names, one after the other."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        alone = Alone(_made(scratch / "alone"))
+        shared = Shared(_made(scratch / "shared"))
         for number, cell in enumerate(every_cell()):
             if any(fnmatch.fnmatch(str(cell), pattern) for pattern in patterns):
-                yield cell, run(cell, alone, _made(scratch / str(number)))
+                yield cell, run(cell, shared, _made(scratch / str(number)))
 
 
 def _made(folder: Path) -> Path:

@@ -31,9 +31,9 @@ def name(cell):
 @pytest.mark.parametrize(
     "cell", [pytest.param(cell, id=name(cell), marks=() if cell in QUICK else pytest.mark.long) for cell in CELLS]
 )
-def test_a_cell_is_what_the_page_says(cell, page, text, alone, tmp_path):
+def test_a_cell_is_what_the_page_says(cell, page, text, shared, tmp_path):
     """Equal, with counts that prove it; or refused at bind for the same reason, in the same words."""
-    outcome = run(cell, alone, tmp_path)
+    outcome = run(cell, shared, tmp_path)
     assert page.word(outcome) == page.word(page.parsed(text)[cell]), f"{outcome.message}; run: make composition"
     if outcome.status is Status.REFUSED:
         assert _unnumbered(f"| {page.quoted(outcome.message)} |") in _unnumbered(text)
@@ -110,7 +110,7 @@ def test_a_method_may_be_refused_a_feature_in_every_layout(page, text):
     assert len(problems(outcomes)) == len(column)
 
 
-def test_twin_another_token_is_a_defect(alone, tmp_path, monkeypatch):
+def test_twin_another_token_is_a_defect(shared, tmp_path, monkeypatch):
     wanted = Case.wanted
 
     def other(self, *kind):
@@ -118,16 +118,16 @@ def test_twin_another_token_is_a_defect(alone, tmp_path, monkeypatch):
         return [attrs.evolve(first, token_ids=(*first.token_ids[:-1], first.token_ids[-1] ^ 1)), *rest]
 
     monkeypatch.setattr(Case, "wanted", other)
-    outcome = run(FULL, alone, tmp_path)
+    outcome = run(FULL, shared, tmp_path)
     assert outcome.status is Status.DEFECT
     assert "row 0 differs from step 23 on" in outcome.message
 
 
-def test_twin_a_cell_that_was_idle_is_a_defect(alone, tmp_path, monkeypatch):
+def test_twin_a_cell_that_was_idle_is_a_defect(shared, tmp_path, monkeypatch):
     """A method whose drafts are never made."""
     idle = attrs.evolve(METHODS[FULL.method], config={"name": "plain"})
     monkeypatch.setattr(cells, "METHODS", {FULL.method: idle})
-    outcome = run(FULL, alone, tmp_path)
+    outcome = run(FULL, shared, tmp_path)
     said = "nothing was tried: accepted drafts, rejected drafts"
     assert (outcome.status, outcome.message) == (Status.DEFECT, said)
 
@@ -136,23 +136,23 @@ def test_twin_a_cell_that_was_idle_is_a_defect(alone, tmp_path, monkeypatch):
     "error",
     [CompiledRefused("llama", "it is Monday", None), BindError("rows of different length cannot share a forward")],
 )
-def test_twin_a_refusal_in_other_words_has_no_reason(alone, tmp_path, monkeypatch, error):
+def test_twin_a_refusal_in_other_words_has_no_reason(shared, tmp_path, monkeypatch, error):
     """Nor has one in the words of a member that another error says."""
 
     def refuse(case):
         raise error
 
     monkeypatch.setattr(cells, "FEATURES", {FULL.feature: refuse})
-    outcome = run(FULL, alone, tmp_path)
+    outcome = run(FULL, shared, tmp_path)
     assert (outcome.status, outcome.reason, outcome.message) == (Status.REFUSED, "", str(error))
     assert problems({FULL: outcome}, [FULL]) == [f"{FULL}: refused for no member of the list: {error}"]
 
 
-def test_twin_what_raises_is_a_defect(alone, tmp_path, monkeypatch):
+def test_twin_what_raises_is_a_defect(shared, tmp_path, monkeypatch):
     """A refusal that comes later than bind, for instance."""
 
     def refuse(case):
         raise UnsupportedFeature("seed", "it is Monday")
 
     monkeypatch.setattr(cells, "FEATURES", {FULL.feature: refuse})
-    assert run(FULL, alone, tmp_path).status is Status.DEFECT
+    assert run(FULL, shared, tmp_path).status is Status.DEFECT

@@ -5,6 +5,6 @@ It decides nothing about a cell: `cells.run` finds out, and whoever asks compare
 
 from oarlock.core.testing.composition.cells import Cell, Outcome, Status, every_cell, problems, run
 from oarlock.core.testing.composition.reasons import REASONS, Reason
-from oarlock.core.testing.composition.rows import Alone
+from oarlock.core.testing.composition.rows import Shared
 
-__all__ = ["REASONS", "Alone", "Cell", "Outcome", "Reason", "Status", "every_cell", "problems", "run"]
+__all__ = ["REASONS", "Cell", "Outcome", "Reason", "Shared", "Status", "every_cell", "problems", "run"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ from oarlock.core.request import Request
 from oarlock.core.testing.composition import rows
 from oarlock.core.testing.composition.drafts import Drafts
 from oarlock.core.testing.composition.methods import DRAFT, Evidence, Method
-from oarlock.core.testing.composition.rows import Alone
-from oarlock.core.testing.composition.storages import WORDS, Storage, draft, model
+from oarlock.core.testing.composition.rows import Shared
+from oarlock.core.testing.composition.storages import WORDS, Storage
 from oarlock.core.testing.composition.templates import Templates
 from oarlock.core.testing.drive import arrive
 
@@ -55,16 +54,17 @@ class Case:
 
     storage: Storage
     method: Method
-    alone: Alone
+    shared: Shared
     scratch: Path
     templates: Templates = attrs.field(factory=lambda: Templates(WORDS))
     watch: Watch = attrs.field(factory=Watch)
 
     def engine(self, **changes: Any) -> Engine:
         """Open an engine of the storage and the method; ``changes`` are those of `rows.settings`."""
-        config, name = rows.settings(self.storage, self.method.config, **changes), self.storage.name
-        drafts = Drafts({DRAFT: functools.partial(draft, name)})
-        return Engine(model(name), config=config, identity=name, plugins=[self.templates, drafts, self.watch])
+        model, config = self.shared.model(self.storage), rows.settings(self.storage, self.method.config, **changes)
+        drafts = Drafts({DRAFT: lambda: self.shared.draft(self.storage)})
+        plugins = [self.templates, drafts, self.watch, *self.storage.plugins]
+        return Engine(model, config=config, identity=self.storage.name, plugins=plugins)
 
     def requests(self, kind: str = rows.GREEDY, **changes: Any) -> list[Request]:
         """Return the five rows, some with a template where the method wants that."""
@@ -72,7 +72,7 @@ class Case:
 
     def wanted(self, kind: str = rows.GREEDY) -> list[Any]:
         """Return what they say alone."""
-        return self.alone.results(self.storage, kind, self.method.templates)
+        return self.shared.alone(self.storage, kind, self.method.templates)
 
     def check(self, results: Sequence[Any], wanted: Sequence[Any], *stats: Mapping[str, Any]) -> None:
         """Raise AssertionError where a row says another thing than alone, or something had to be recovered."""

@@ -14,8 +14,8 @@ from oarlock.core.testing.composition.case import Case
 from oarlock.core.testing.composition.features import FEATURES
 from oarlock.core.testing.composition.methods import METHODS
 from oarlock.core.testing.composition.reasons import reason_of
-from oarlock.core.testing.composition.rows import Alone
-from oarlock.core.testing.composition.storages import STORAGES
+from oarlock.core.testing.composition.rows import Shared
+from oarlock.core.testing.composition.storages import STORAGES, Storage
 
 
 @attrs.frozen(order=True)
@@ -54,9 +54,9 @@ def every_cell() -> Iterator[Cell]:
     return itertools.starmap(Cell, itertools.product(STORAGES, METHODS, FEATURES))
 
 
-def run(cell: Cell, alone: Alone, scratch: Path) -> Outcome:
-    """Run one cell. ``scratch`` is an empty directory."""
-    case = Case(storage=STORAGES[cell.layout], method=METHODS[cell.method], alone=alone, scratch=scratch)
+def run(cell: Cell, shared: Shared, scratch: Path, storage: Storage | None = None) -> Outcome:
+    """Run one cell, of another ``storage`` than the table's where one is given. ``scratch`` is an empty directory."""
+    case = Case(storage=storage or STORAGES[cell.layout], method=METHODS[cell.method], shared=shared, scratch=scratch)
     try:
         evidence = FEATURES[cell.feature](case)
     except BindError as error:

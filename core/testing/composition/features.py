@@ -82,7 +82,7 @@ def checkpoint(case: Case) -> Evidence:
 
 def adapter(case: Case) -> Evidence:
     """Rows of two adapters and of none decode together."""
-    *_, shown = case.company(rows.ADAPTED, adapters=case.alone.adapters(case.storage))
+    *_, shown = case.company(rows.ADAPTED, adapters=case.shared.adapters(case.storage))
     of = {f"row {row}": name for row, name in enumerate(rows.ADAPTERS)}
     several = sum(len({of[name] for name in ids}) > 1 for ids in case.watch.together)
     return {

@@ -12,7 +12,8 @@ from oarlock.core.engine import Engine
 from oarlock.core.request import Request, SamplingParams
 from oarlock.core.testing import models
 from oarlock.core.testing.composition import loras
-from oarlock.core.testing.composition.storages import WORDS, Storage, model
+from oarlock.core.testing.composition.drafts import spoiled
+from oarlock.core.testing.composition.storages import WORDS, Storage
 from oarlock.core.testing.composition.templates import TURNS, Templates
 
 SHARED = 8
@@ -75,27 +76,42 @@ def requests(storage: Storage, kind: str, templates: Sequence[int] = (), **chang
     return found
 
 
-@attrs.define
-class Alone:
-    """What rows say alone, computed once; adapters of every model, written to ``scratch`` once."""
+@attrs.define(eq=False)
+class Shared:
+    """What the cells of a process share, by storage: models, adapters written to ``scratch``, and what rows say alone."""
 
     scratch: Path
-    _results: dict[tuple[str, str, Sequence[int]], list[Any]] = attrs.field(factory=dict, init=False)
+    _models: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _drafts: dict[str, Any] = attrs.field(factory=dict, init=False)
     _adapters: dict[str, dict[str, str]] = attrs.field(factory=dict, init=False)
+    _alone: dict[tuple[str, str, Sequence[int]], list[Any]] = attrs.field(factory=dict, init=False)
 
-    def results(self, storage: Storage, kind: str, templates: Sequence[int] = ()) -> list[Any]:
+    def model(self, storage: Storage) -> Any:
+        """Return the model, built once."""
+        if storage.name not in self._models:
+            self._models[storage.name] = storage.build()
+        return self._models[storage.name]
+
+    def draft(self, storage: Storage) -> Any:
+        """Return the draft model, built once: the model itself, a little off."""
+        if storage.name not in self._drafts:
+            self._drafts[storage.name] = spoiled(storage.build())
+        return self._drafts[storage.name]
+
+    def alone(self, storage: Storage, kind: str, templates: Sequence[int] = ()) -> list[Any]:
         """Return the results of `requests`, each of which ran by itself."""
         key = (storage.name, kind, templates)
-        if key not in self._results:
+        if key not in self._alone:
             config = settings(storage, PLAIN, adapters=self.adapters(storage) if kind == ADAPTED else {}, max_batch=1)
-            with Engine(model(storage.name), config=config, plugins=[Templates(WORDS, says=False)]) as engine:
-                self._results[key] = [engine.generate([request])[0] for request in requests(storage, kind, templates)]
-        return self._results[key]
+            plugins = [Templates(WORDS, says=False), *storage.plugins]
+            with Engine(self.model(storage), config=config, plugins=plugins) as engine:
+                self._alone[key] = [engine.generate([request])[0] for request in requests(storage, kind, templates)]
+        return self._alone[key]
 
     def adapters(self, storage: Storage) -> dict[str, str]:
         """Return the directories of two adapters of a storage's model: of every linear layer, and of some of them."""
         if storage.name not in self._adapters:
-            keys = loras.linear_layers(model(storage.name))
+            keys = loras.linear_layers(self.model(storage))
             folder = self.scratch / storage.name.replace(" ", "-")
             folder.mkdir()
             alice = loras.save(folder / "alice", storage.build(), keys=keys)
@@ -119,4 +135,5 @@ def settings(
         "adapters": adapters or {},
         "state_cache": state_cache or {"name": "none"},
         "scheduler": {**SCHEDULER, **scheduler},
+        "plugins": {"disable": storage.disabled},
     }

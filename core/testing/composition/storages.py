@@ -1,16 +1,14 @@
-"""The tiny models of the table, one for each way of storing, and a draft model of each: itself, a little off."""
+"""The tiny models of the table, one for each way of storing. It runs none."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from oarlock.core.testing import models
-from oarlock.core.testing.composition.drafts import spoiled
 
 WORDS = 12
 """Tokens of every vocabulary: so few that what follows a token is often what followed it before, and often not."""
@@ -24,7 +22,8 @@ _PARTS = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_s
 class Storage:
     """A layout under test: the tiny ``model`` that has layers for it, ``changes`` to its arguments, and what the config names.
 
-    ``note``: what else is to be known. ``seed``: that of its prompts. ``tolerance``: how far log-probabilities may be from those alone.
+    ``note``: what else is to be known. ``seed``: that of its prompts. ``tolerance``: how far log-probabilities may be from
+    those alone. ``plugins`` are passed to every engine, ``disabled`` are those that they stand in for.
     """
 
     name: str
@@ -34,6 +33,8 @@ class Storage:
     note: str = ""
     seed: int = 0
     tolerance: float = 1e-4
+    plugins: Sequence[object] = ()
+    disabled: Sequence[str] = ()
 
     def build(self) -> Any:
         """Build the model."""
@@ -71,15 +72,3 @@ _ALL = (
     Storage(name="apart", model="gpt_bigcode", changes={"n_layer": 3}, note="one position for all rows"),
 )
 STORAGES: Mapping[str, Storage] = MappingProxyType({storage.name: storage for storage in _ALL})
-
-
-@functools.cache
-def model(name: str) -> Any:
-    """Return the model of a storage, built once."""
-    return STORAGES[name].build()
-
-
-@functools.cache
-def draft(name: str) -> Any:
-    """Return the draft model of a storage, built once."""
-    return spoiled(STORAGES[name].build())
