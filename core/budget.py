@@ -113,8 +113,8 @@ class Budget:
         return copied + sum(self._of(*part, (*rows, *part[0].rows)[0], exact=exact) for part in parts)
 
     def _alone(self, row: Row, tokens: int) -> int:
-        """Return the bytes of a row's own caches at ``tokens``."""
-        return self.bound.bytes_at(tokens, self.bound.window(row.key.method))
+        """Return the bytes of a row's own caches on the way to ``tokens``: where its storage changes they may be more before."""
+        return self._of(Holding(), [tokens], row)
 
     def _of(self, holding: Holding, tokens: Sequence[int], row: Row, *, exact: bool = True) -> int:
         """Return the bytes of caches at ``tokens``; of those that ``row`` would have where there are none."""

@@ -129,6 +129,24 @@ def test_what_never_fits_is_refused_at_submit(subject):
         assert engine.generate(requests()[:1])[0].token_ids == alone[0]
 
 
+def test_a_row_that_is_larger_on_its_way_than_at_its_end_is_asked_for_the_most():
+    """Plain until it is packed: a budget for its packed end alone would be passed, by a row that nobody can preempt."""
+    (name, changes, layouts), watch = LAYOUTS["delayed"], Watch()
+    model, asked = models.build(name, **changes), Request(prompt_ids=[1] * 20, max_tokens=20)
+    with Engine(model, config={"layouts": layouts}) as engine:
+        alone, packed, plain = engine.generate([asked])[0].token_ids, *map(engine.bound.bytes_at, (40, 20))
+    assert packed < plain
+    config = {"layouts": layouts, "scheduler": {"kv_budget": packed}}
+    with Engine(model, config=config) as engine, pytest.raises(NeverFits) as caught:
+        engine.submit(asked)
+    assert caught.value.needed >= plain
+    settings = {"kv_budget": caught.value.needed}
+    with Engine(model, config={"layouts": layouts, "scheduler": settings}, plugins=[watch]) as engine:
+        watch.engine = engine
+        assert engine.generate([asked])[0].token_ids == alone
+    assert plain <= watch.most <= caught.value.needed
+
+
 def test_credit_lets_more_rows_in(subject):
     """`overcommit` 1 admits by the last token of each, more by less."""
     model, layouts, _, largest = subject

@@ -8,7 +8,7 @@ import pytest
 
 from oarlock.core.contracts.layout import LayerInfo
 from oarlock.core.layers import read
-from oarlock.core.testing import models
+from oarlock.core.testing import drive, models
 
 LENGTHS = (12, 3, 7, 1, 9)
 
@@ -58,21 +58,9 @@ def zoo():
     return Zoo()
 
 
-def arrive(engine, requests, every=0):
-    """Submit all at once, or one more after each ``every`` steps; run to the end; return the results in order."""
-    handles, waiting = [], list(requests)
-    while waiting or not all(handle.done for handle in handles):
-        for request in waiting[: 1 if every else None]:
-            handles.append(engine.submit(request))
-            waiting.remove(request)
-        for _ in range(max(1, every)):
-            engine.step()
-    return [handle.result() for handle in handles]
-
-
 @pytest.fixture
 def arrival():
-    return arrive
+    return drive.arrive
 
 
 def agree(results, serial):

@@ -6,18 +6,16 @@ A row's tokens are those of `plain`, alone in an engine. The oracle knows them a
 from __future__ import annotations
 
 import functools
-import itertools
 
 import attrs
 import mlx.core as mx
-import numpy as np
 import pytest
-from mlx.utils import tree_map
 
 from oarlock.core import Request, SamplingParams, hookimpl
-from oarlock.core.contracts.loader import LoadedModel
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
+from oarlock.core.testing.composition.drafts import Drafts, spoiled
+from oarlock.core.testing.composition.templates import Templates
 from oarlock.core.testing.oracle import Oracle
 from oarlock.samplers.categorical import Categorical, CategoricalRows
 
@@ -60,7 +58,6 @@ APART = {"packed": 9, "packed blocks": 9, "packed rings": 2, "delayed": 2, "dela
 Weights that are off by a ten-millionth move scores by up to 0.004 in packed storage, and 0.00002 in any other.
 """
 DEPTH = 4
-NOISE = 0.03
 MARK, WORDS = 1e-9, 6
 """Rows with this min_p say so many different tokens."""
 GREEDY = (SamplingParams(),) * 5
@@ -216,24 +213,10 @@ def test_drafts_from_the_text_change_no_token(arrival, key, sampling):
     check_companies(arrival, key, sampling, method, Few())
 
 
-class Noisy:
-    """A loader, and its plugin, of a storage's own model with every weight a little off: a draft model that errs."""
-
-    name = "noisy"
-
-    def accepts(self, source):
-        return source in STORAGES
-
-    def load(self, source, *, dtype="auto"):
-        name, changes, _ = STORAGES[source]
-        made = models.build(name, **changes)
-        mx.random.seed(1)
-        made.update(tree_map(lambda w: w * (1 + NOISE * mx.random.normal(w.shape)).astype(w.dtype), made.parameters()))
-        return LoadedModel(model=made, tokenizer=None, identity=source, model_type=name)
-
-    @hookimpl
-    def register_loaders(self, register):
-        register(self)
+def erring(key):
+    """A storage's own model, a little off."""
+    name, changes, _ = STORAGES[key]
+    return spoiled(models.build(name, **changes))
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
@@ -242,53 +225,7 @@ def test_a_models_drafts_change_no_token(arrival, key, sampling):
     """The proposer `draft_model`, of the same kind as the model: its own caches turn, pack and keep states as well."""
     proposer = {"name": "draft_model", "model": key}
     method = {"name": "speculative", "proposer": proposer, "depth": DEPTH, "adaptive": False}
-    check_companies(arrival, key, sampling, method, Noisy())
-
-
-class Template:
-    """Text of which every fifth token is free and the others are fixed; it ``says`` so beforehand, or masks them only."""
-
-    def __init__(self, row, says, width):
-        self.row, self.says, self.width, self.taken = row, says, width, []
-
-    terminated = False
-
-    def _fixed(self, place):
-        return (7 * place + 3 * self.row) % self.width if place % 5 else None
-
-    def accept(self, token):
-        assert self.mask()[token]
-        self.taken.append(token)
-
-    def ready(self):
-        """Nothing is filled elsewhere."""
-
-    def mask(self):
-        only = self._fixed(len(self.taken))
-        return np.ones(self.width, dtype=bool) if only is None else np.arange(self.width) == only
-
-    def forced(self):
-        places = itertools.takewhile(lambda place: place % 5, itertools.count(len(self.taken)))
-        return [self._fixed(place) for place in places] if self.says else []
-
-    def rollback(self, n):
-        del self.taken[-n:]
-
-
-class Templates:
-    """The constraint ``template`` of a row's number, and its plugin."""
-
-    name = "template"
-
-    def __init__(self, key, says=True):
-        self.width, self.says = vocabulary(key), says
-
-    def open(self, spec, tokenizer, request):
-        return Template(spec, self.says, self.width)
-
-    @hookimpl
-    def register_constraints(self, register):
-        register(self)
+    check_companies(arrival, key, sampling, method, Drafts({key: functools.partial(erring, key)}))
 
 
 def templates(key, sampling, rows=5, **changes):
@@ -303,7 +240,7 @@ def templates(key, sampling, rows=5, **changes):
 @functools.cache
 def templates_alone(key, sampling):
     """Tokens of each row alone, every one of them drawn."""
-    with engine(key, {"name": "plain"}, [Templates(key, says=False)], max_batch=1) as plain:
+    with engine(key, {"name": "plain"}, [Templates(vocabulary(key), says=False)], max_batch=1) as plain:
         results = plain.generate(templates(key, SAMPLING[sampling]))
     assert not any(result.usage.forced_tokens for result in results)
     return [result.token_ids for result in results]
@@ -316,7 +253,7 @@ def test_known_tokens_change_no_token(arrival, key, sampling):
     tokens = templates_alone(key, sampling)
     for rows, every, pipeline in ((1, 0, True), (2, 1, False), (5, 0, True), (5, 2, True), (5, 3, False)):
         method = {"name": "fill", "adaptive": False}
-        with engine(key, method, [Templates(key)], pipeline=pipeline, prefill_chunk=5) as opened:
+        with engine(key, method, [Templates(vocabulary(key))], pipeline=pipeline, prefill_chunk=5) as opened:
             results = arrival(opened, templates(key, SAMPLING[sampling], rows), every)
             assert opened.stats()["recoveries"] == 0
         assert [result.token_ids for result in results] == tokens[:rows]
@@ -335,7 +272,7 @@ def test_known_tokens_beside_drafts_change_no_token(arrival, key, sampling):
     for rows, every, pipeline in ((2, 0, True), (5, 2, False)):
         oracle = Oracle(answers=answers, vocabulary=vocabulary(key))
         method = {"name": "speculative", "proposer": "oracle", "depth": DEPTH, "adaptive": False}
-        with engine(key, method, [oracle, Templates(key)], pipeline=pipeline, prefill_chunk=5) as opened:
+        with engine(key, method, [oracle, Templates(vocabulary(key))], pipeline=pipeline, prefill_chunk=5) as opened:
             results = arrival(opened, templates(key, SAMPLING[sampling], rows), every)
             stats = opened.stats()
         assert [result.token_ids for result in results] == tokens[:rows]

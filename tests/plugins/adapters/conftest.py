@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.tuner.utils import load_adapters
 
 from oarlock.core import Request, hookimpl
 from oarlock.core.testing import models
+from oarlock.core.testing.composition import loras
 
 ATTENTION = ("self_attn.q_proj", "self_attn.v_proj")
 EVERY = (*ATTENTION, "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -32,25 +31,9 @@ class Lora:
             mx.eval(model.parameters())
         return model
 
-    def save(self, folder, model, *, keys=EVERY, rank=4, scale=2.0, seed=1, size=1.0, num_layers=None, kind="lora"):
-        """Write an adapter of ``model``, which is spent; its product is about ``size`` times a usual weight."""
-        folder.mkdir()
-        count = num_layers or len(model.layers)
-        parameters = {"rank": rank, "scale": scale, "dropout": 0.5, "keys": list(keys)}
-        config = {"fine_tune_type": kind, "num_layers": count, "lora_parameters": parameters}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        linear_to_lora_layers(model, count, parameters, use_dora=kind == "dora")
-        factors = {}
-        for path, module in model.named_modules():
-            if "lora_a" not in module:
-                continue
-            for name, spread in (("lora_a", len(module.lora_a) ** -0.5), ("lora_b", size / (rank**0.5 * scale))):
-                key = mx.random.key(1000 * seed + len(factors))
-                factors[f"{path}.{name}"] = mx.random.normal(module[name].shape, key=key) * spread
-            if "m" in module:
-                factors[f"{path}.m"] = module.m
-        mx.save_safetensors(str(folder / "adapters.safetensors"), factors)
-        return folder
+    def save(self, folder, model, *, keys=EVERY, **given):
+        """Write an adapter of ``model``, which is spent."""
+        return loras.save(folder, model, keys=keys, **given)
 
     def adapted(self, model, folder):
         """Put an adapter onto a model of its own, as mlx-lm does."""
