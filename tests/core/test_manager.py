@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 import types
+from pathlib import Path
 
 import pluggy
 import pytest
@@ -405,6 +406,55 @@ def test_an_installed_plugin_may_be_passed_as_well(site):
     build()
     plugins, _ = build([sys.modules["kit_a"], sys.modules["kit_b"]])
     assert plugins.registries.adapters.names() == ("one", "two")
+
+
+# --- the table in docs/plugins.md ---------------------------------------------------------------------------
+
+NAMED = POLICY + "NAMES = ['port']"
+SITUATIONS = {
+    "sound": NAMED,
+    "broken": BROKEN["import"][0],
+    "misspelt": BROKEN["typo"][0],
+    "for another API number": NAMED + "\nOARLOCK_API = 99",
+    "duplicate": NAMED,
+    "blocked": NAMED,
+    "off unless enabled": NAMED + "\nOARLOCK_OFF_BY_DEFAULT = True",
+}
+
+
+def promised():
+    """What the page says: situation -> its four cells."""
+    page = Path(__file__).parents[2] / "docs" / "plugins.md"
+    table = page.read_text().partition("| a plugin | `oarlock plugins` |")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {next(name for name in SITUATIONS if row[0].startswith(name)): row[1:] for row in rows}
+
+
+@pytest.mark.fault("Q-01", "Q-06", "Q-07")
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_what_becomes_of_a_plugin_is_what_the_page_says(site, situation):
+    """Listed, checked, started with and named, in an engine that has a good plugin as well."""
+    if situation == "duplicate":
+        site("aaa-first", port=NAMED)
+    site("mmm-mine", "2.5", port=SITUATIONS[situation])
+    site("zzz-good", last=POLICY + "NAMES = ['two']")
+    disable = ["oarlock", *(["mmm-mine"] if situation == "blocked" else [])]
+    states = [
+        next(info.state for info in infos if info.distribution == "mmm-mine")
+        for infos in (manager.list_plugins(disable), manager.check_plugins(disable))
+    ]
+    plugins, _ = build(disable=disable)
+    states.append(third_party(plugins)["mmm-mine:port"].state)
+    assert "two" in plugins.registries.adapters.names()
+    try:
+        states.append("used" if plugins.resolve("adapter", "port").name == "port" else "")
+    except errors.OarlockError as error:
+        states.append(type(error).__name__)
+    assert states == promised()[situation]
+
+
+def test_the_page_has_a_line_for_each():
+    assert list(promised()) == list(SITUATIONS)
 
 
 # --- listing and checking -------------------------------------------------------------------------------------
