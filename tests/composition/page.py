@@ -39,6 +39,15 @@ The models are tiny ones with random weights, in float32 on the CPU, of {words} 
 often wrong. This page is made by `make composition`; a test runs every cell again and compares.
 """
 
+PROOFS = """
+## Proofs
+
+What is forced is `fill`'s; drafts, and what is taken back, are those of `speculative`.
+
+| feature | what rows do | none of these is 0 |
+|---|---|---|
+"""
+
 
 def counts(outcomes: Mapping[Cell, Outcome]) -> dict[str, int]:
     """Return the numbers at the page's top."""
@@ -116,7 +125,7 @@ def proofs(outcomes: Mapping[Cell, Outcome]) -> str:
         shown = {name: None for one, each in outcomes.items() if one.feature == feature for name in each.evidence}
         said = quoted(" ".join((does.__doc__ or "").split()))
         lines.append(f"| {feature} | {said} | {', '.join(shown)} |\n")
-    return "\n## Proofs\n\n| feature | what rows do | none of these is 0 |\n|---|---|---|\n" + "".join(lines)
+    return PROOFS + "".join(lines)
 
 
 def page(outcomes: Mapping[Cell, Outcome]) -> str:
