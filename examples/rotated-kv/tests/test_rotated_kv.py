@@ -8,10 +8,10 @@ from oarlock.core.testing.layouts import LayoutContract
 
 
 class TestRotated(LayoutContract):
-    """Four bits."""
+    """Four bits. Numbers that are all of one size suit its codes worst: most of the tolerance is theirs."""
 
     layout = "rotated"
-    tolerance = 0.8
+    tolerance = 1.5
 
 
 @pytest.mark.parametrize(("bits", "most"), [(4, 0.25), (8, 0.05)])
