@@ -71,7 +71,7 @@ def test_one_command_proves_it(examples):
         "--oarlock-layout",
         "rotated",
         "--oarlock-tolerance",
-        "1.5",
+        "2.0",
         "-k",
         "join_together or is_owned or cut_anywhere",
     ]
