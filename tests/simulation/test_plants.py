@@ -361,7 +361,15 @@ PLANTS = [
 ]
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+LONGER = {the_budget_is_forgotten_in_a_rebuild}
+"""Found after a minute of schedules."""
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(plant, marks=pytest.mark.long if plant in LONGER else ()) for plant in PLANTS],
+    ids=lambda plant: plant.__name__,
+)
 def test_a_planted_bug_is_found(plant, tools, monkeypatch):
     """Each within 2,000 schedules; without it the same schedules pass, see test_schedules."""
     plant(monkeypatch)

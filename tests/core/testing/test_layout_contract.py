@@ -19,7 +19,10 @@ class TestFullRowByRow(LayoutContract):
     options: ClassVar = {"reads": "rows"}
 
 
+@pytest.mark.long
 class TestRotating(LayoutContract):
+    """Quick are the tests of tests/layouts, and rings of codes in the examples."""
+
     layout = "rotating"
 
 
