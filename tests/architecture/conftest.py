@@ -54,11 +54,6 @@ class Source:
 
 
 @pytest.fixture(scope="session")
-def root() -> Path:
-    return ROOT
-
-
-@pytest.fixture(scope="session")
 def sources() -> list[Source]:
     """Every Python file of the five packages."""
     return [Source.read(path) for bank in BANKS for path in sorted((ROOT / bank).rglob("*.py"))]

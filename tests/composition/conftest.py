@@ -1,7 +1,5 @@
 """The program that writes the page, and what rows say alone, once a process."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,8 @@ from oarlock.core.testing.composition import Shared
 
 
 @pytest.fixture(scope="session")
-def page():
-    spec = importlib.util.spec_from_file_location("composition_page", Path(__file__).with_name("page.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def page(imported):
+    return imported(Path(__file__).with_name("page.py"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """docs/config.md is what `make config` would write, and says something about every key."""
 
-import importlib.util
 from pathlib import Path
 
 import attrs
@@ -12,11 +11,8 @@ PATH = Path(__file__).parent / "settings.py"
 
 
 @pytest.fixture(scope="module")
-def settings():
-    spec = importlib.util.spec_from_file_location("docs_settings", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def settings(imported):
+    return imported(PATH)
 
 
 def test_the_page_is_up_to_date(settings):

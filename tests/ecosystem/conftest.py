@@ -22,12 +22,6 @@ import pytest
 THIRD_PARTY = Path(__file__).parent / "third_party"
 
 
-@pytest.fixture(scope="session")
-def root():
-    """The checkout."""
-    return Path(__file__).parents[2]
-
-
 def write_wheel(folder, name, version, entry_points, files):
     """Write a pure-Python wheel of ``files`` (path in the wheel -> text) and return its path."""
     stem = f"{name.replace('-', '_')}-{version}"
@@ -96,6 +90,21 @@ class House:
     def answer(self, code):
         """Run a snippet that prints JSON last, and return it."""
         return json.loads(self.run(code).stdout.splitlines()[-1])
+
+    def pytest(self, *arguments, timeout=550):
+        """Run tests that must pass, and not be none."""
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", *map(str, arguments))
+        done = self.run("", *command, check=False, timeout=timeout)
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert " passed" in done.stdout
+
+    def registered(self):
+        """Return what third-party plugins register, by plugin; all of them must be active."""
+        command = ("plugins", "--check", "--json", "--disable-plugin", "oarlock")
+        done = self.run("from oarlock.plugins.cli import main; main()", *command)
+        infos = [info for info in json.loads(done.stdout) if info["distribution"] != "oarlock"]
+        assert {info["state"] for info in infos} <= {"active"}
+        return {info["name"]: info["registered"] for info in infos}
 
     def install(self, *sources):
         """Install the packages of source directories."""

@@ -1,7 +1,5 @@
 """The packages in examples/: each installable alone, proved by its own tests, and chosen by config."""
 
-import json
-
 import pytest
 
 LONGER = ("rotated-kv", "shared-drafts")
@@ -42,16 +40,11 @@ def test_options_out_of_range_are_one_line(examples):
 
 
 def test_each_is_found(examples):
-    done = examples.run(
-        "from oarlock.plugins.cli import main; main()", "plugins", "--check", "--json", "--disable-plugin", "oarlock"
-    )
-    found = {info["name"]: info for info in json.loads(done.stdout) if info["distribution"] != "oarlock"}
-    assert {name: info["registered"] for name, info in found.items()} == {
+    assert examples.registered() == {
         "entropy_sampler": {"sampler": ["entropy"]},
         "rotated_kv": {"layout": ["rotated"]},
         "shared_drafts": {"proposer": ["shared"]},
     }
-    assert {info["state"] for info in found.values()} == {"active"}
 
 
 @pytest.mark.parametrize(
@@ -59,11 +52,7 @@ def test_each_is_found(examples):
 )
 def test_their_own_tests_pass(name, examples, root):
     """The conformance kit among them, in an environment where they are installed."""
-    tests = root / "examples" / name / "tests"
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", str(tests))
-    done = examples.run("", *command, check=False, timeout=2300)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
+    examples.pytest(root / "examples" / name / "tests", timeout=2300)
 
 
 def test_one_command_proves_it(examples):
@@ -75,6 +64,4 @@ def test_one_command_proves_it(examples):
         "-k",
         "join_together or is_owned or cut_anywhere",
     ]
-    done = examples.run("", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", *kit, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
+    examples.pytest(*kit)

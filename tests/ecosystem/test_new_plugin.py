@@ -1,6 +1,5 @@
 """`oarlock new-plugin`: each kind of package is generated, installed, proved by the kit, and uninstalled without a trace."""
 
-import json
 import subprocess
 import sys
 import tomllib
@@ -19,7 +18,6 @@ CLAUSES = {
 }
 """Some of each contract that take a second."""
 OURS = "lint.isort.known-first-party = ['oarlock']"
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio")
 
 
 def new(folder, *arguments):
@@ -42,15 +40,6 @@ def house(written, house_of):
     return house_of(written / "venv", *(written / f"my-{kind}" for kind in KINDS))
 
 
-def registered(house):
-    """What third-party plugins register, by plugin."""
-    command = ("plugins", "--check", "--json", "--disable-plugin", "oarlock")
-    done = house.run("from oarlock.plugins.cli import main; main()", *command)
-    infos = [info for info in json.loads(done.stdout) if info["distribution"] != "oarlock"]
-    assert {info["state"] for info in infos} <= {"active"}
-    return {info["name"]: info["registered"] for info in infos}
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_module_its_tests_a_project_and_a_readme_are_written(kind, written):
     folder, module = written / f"my-{kind}", f"my_{kind}"
@@ -61,26 +50,22 @@ def test_a_module_its_tests_a_project_and_a_readme_are_written(kind, written):
 
 
 def test_they_are_found_and_gone_once_uninstalled(house, written):
-    assert registered(house) == {f"my_{kind}": {kind: [f"my_{kind}"]} for kind in KINDS}
+    assert house.registered() == {f"my_{kind}": {kind: [f"my_{kind}"]} for kind in KINDS}
     house.pip("uninstall", "--yes", *(f"oarlock-my-{kind}" for kind in KINDS))
-    assert registered(house) == {}
+    assert house.registered() == {}
     house.install(*(written / f"my-{kind}" for kind in KINDS))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_they_keep_some_of_the_contract(kind, house, written):
-    done = house.run("", *PYTEST, "-k", CLAUSES[kind], str(written / f"my-{kind}" / "tests"), check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    house.pytest("-k", CLAUSES[kind], str(written / f"my-{kind}" / "tests"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_they_keep_all_of_it(kind, house, written):
-    done = house.run("", *PYTEST, str(written / f"my-{kind}" / "tests"), check=False, timeout=2300)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    house.pytest(str(written / f"my-{kind}" / "tests"), timeout=2300)
 
 
 @pytest.mark.parametrize("name", ["My-kv", "kv_", "2kv", "a--b", "import", "example", "../kv", ""])

@@ -31,10 +31,8 @@ class Reader:
     def __init__(self, house, folder):
         self.folder, self.typed = folder, 0
         scripts = house.python.parent
-        for name in ("pip", "pytest", "oarlock"):
-            module = "oarlock.plugins.cli" if name == "oarlock" else name
-            call = "import sys; from oarlock.plugins.cli import main; sys.exit(main())"
-            start = f'-c "{call}"' if name == "oarlock" else f"-m {module}"
+        command = "import sys; from oarlock.plugins.cli import main; sys.exit(main())"
+        for name, start in {"pip": "-m pip", "pytest": "-m pytest", "oarlock": f'-c "{command}"'}.items():
             (scripts / name).write_text(f'#!/bin/sh\nexec "{house.python}" {start} "$@"\n')
             (scripts / name).chmod(0o755)
         self.environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "200"}

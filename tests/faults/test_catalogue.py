@@ -1,7 +1,5 @@
 """The catalogue agrees with the tests: the page is up to date, what is closed has tests, and twins where they count."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,8 @@ PATH = Path(__file__).parent / "catalogue.py"
 
 
 @pytest.fixture(scope="module")
-def catalogue():
-    spec = importlib.util.spec_from_file_location("faults_catalogue", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def catalogue(imported):
+    return imported(PATH)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 
@@ -28,12 +27,9 @@ def loaded():
 
 
 @pytest.fixture(scope="module")
-def schemas(request):
+def schemas(request, imported):
     """The hundred schemas by name, read from the file beside this one."""
-    spec = importlib.util.spec_from_file_location("grammar_schemas", request.path.parent / "schemas.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.SCHEMAS
+    return imported(request.path.parent / "schemas.py").SCHEMAS
 
 
 def engine(loaded, *plugins, **scheduler):
