@@ -75,6 +75,7 @@ class Engine:
         self = cls.__new__(cls)
         facts = {"positions": loaded.positions, "identity": loaded.identity, "model_type": loaded.model_type}
         self._start(loaded.model, loaded.tokenizer, settings, found, lock, **facts)
+        self.advised = loaded.sampling
         return self
 
     def _start(
@@ -87,6 +88,8 @@ class Engine:
         **facts: Any,
     ) -> None:
         self.tokenizer = tokenizer
+        self.advised: Mapping[str, Any] = {}
+        """Fields of `SamplingParams` that the model's makers advise; what a request leaves out does not follow them."""
         self.bound: BoundModel = bind(model, settings, found, tokenizer=tokenizer, **facts)
         self._observers = Observers(found.manager)
         self._store = SafeStateCache(self.bound.open_state_cache())

@@ -18,7 +18,7 @@ ORDER = (
     {"rebuild", "relief"},
     {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "finding", "intake"}
     | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice", "device"},
-    {"engine"},
+    {"engine", "aio_handle"},
     {"aio"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
@@ -28,7 +28,7 @@ OFFERED = {"oarlock.layouts.coded", "oarlock.samplers.histories", "oarlock.sampl
 STRANGERS = ("plugins.starters",)
 # The command line and the server drive an engine; other plugins are driven by one.
 DRIVERS = {"plugins.cli", "plugins.server"}
-PUBLIC_TO_DRIVERS = PUBLIC | {"engine", "aio", "config", "manager", "bind"}
+PUBLIC_TO_DRIVERS = PUBLIC | {"engine", "aio", "aio_handle", "config", "manager", "bind"}
 
 
 def imports(source, modules):
