@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -119,3 +120,13 @@ def _left(box):
     counts = {key: stats[key] for key in ("active_rows", "pending_rows", "kv_bytes")}
     counts |= {"answering": box.service.answering, "board": len(box.service.board)}
     return {key: value for key, value in counts.items() if value}
+
+
+@pytest.fixture(scope="session")
+def browser(imported):
+    """A headless Chromium."""
+    module = imported(Path(__file__).parent / "browser.py")
+    if module.find() is None:
+        pytest.skip("Chromium is not installed")
+    with module.Browser() as made:
+        yield made
