@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from types import FrameType
@@ -31,7 +32,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called at a signal."""
         if self._service.draining:
-            self.should_exit = self.force_exit = True
+            self._cut()
             return
         _log.info("draining", answering=self._service.answering, at_most_s=self._drain_seconds)
         self._service.draining = True
@@ -48,10 +49,15 @@ class DrainingServer(uvicorn.Server):
     def _overdue(self) -> None:
         """End what still runs with an error that its clients are told; where that takes long too, without."""
         if self._closing is not None:
-            self.should_exit = self.force_exit = True
+            self._cut()
             return
         self._closing = asyncio.create_task(self._service.engine.close())
         self._deadline = time.monotonic() + LAST_WORDS
+
+    def _cut(self) -> None:
+        """End now; that answers are cut off is no news then."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self.should_exit = self.force_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:

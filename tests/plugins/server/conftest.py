@@ -28,7 +28,9 @@ def talkative(saved, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(source, *, config=None, plugins=(), defaults=None, drain_seconds=5.0, tool_format=None, **options):
+def serving(
+    source, *, name="tiny", config=None, plugins=(), defaults=None, drain_seconds=5.0, tool_format=None, **options
+):
     """Serve until the block ends; yield its URL, the service, the server, and its loop."""
     import uvicorn
 
@@ -42,7 +44,7 @@ def serving(source, *, config=None, plugins=(), defaults=None, drain_seconds=5.0
     async def main():
         settings = EngineConfig.load(config)
         made_of = {"config": settings, "plugins": plugins, "defaults": defaults, "tool_format": tool_format}
-        box.loop, box.service = asyncio.get_running_loop(), await open_service(source, "tiny", **made_of)
+        box.loop, box.service = asyncio.get_running_loop(), await open_service(source, name, **made_of)
         wire = uvicorn.Config(create_app(box.service, **options), log_level="error", lifespan="off")
         async with box.service.engine:
             box.server = DrainingServer(wire, box.service, drain_seconds)

@@ -21,7 +21,9 @@ def main() -> None:
     spec.loader.exec_module(browser)
     if browser.find() is None:
         sys.exit("no Chromium is installed: apt-get install chromium")
-    command = [sys.executable, "-c", "from oarlock.plugins.cli import main; main()", "serve", "smollm2", "--port", "0"]
+    program = "from oarlock.plugins.cli import main; main()"
+    options = ["--port", "0", "--temperature", "0.5", "--min-p", "0.1"]
+    command = [sys.executable, "-c", program, "serve", "smollm2", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             url = next(found[1] for line in server.stderr if (found := re.search(r"its page at (\S+)", line)))

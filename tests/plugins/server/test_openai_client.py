@@ -284,3 +284,26 @@ def test_errors_are_those_of_openai(client):
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, messages=[{"role": "user", "content": "the fox " * 4000}])
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_adapters_are_models_of_their_own(serve, talkative, tmp_path):
+    """Listed, asked for by name, in one batch with the model itself; each has the tokens that it has alone."""
+    from oarlock.core.engine import Engine
+    from oarlock.core.testing.composition import loras
+    from oarlock.plugins.models import MlxLmLoader
+
+    folder = tmp_path / "sailor"
+    loras.save(folder, MlxLmLoader().load(talkative).model, keys=("self_attn.q_proj", "mlp.down_proj"))
+    config = {"adapters": {"sailor": str(folder)}}
+    with Engine.load(talkative, config=config) as engine:
+        fields = {"messages": SAY, "max_tokens": 12}
+        alone = [engine.generate([Request(adapter=name, **fields)])[0].text for name in (None, "sailor")]
+    assert alone[0] != alone[1]
+    with (
+        serve(talkative, config=config) as box,
+        openai.OpenAI(base_url=f"{box.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["tiny", "sailor"]
+        answers = [chat(client, model=name, temperature=0) for name in ("tiny", "sailor")]
+    assert [answer.choices[0].message.content for answer in answers] == alone
+    assert [answer.model for answer in answers] == ["tiny", "sailor"]
