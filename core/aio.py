@@ -45,6 +45,13 @@ class AsyncEngine:
         await asyncio.to_thread(self._start, lambda: Engine.load(source, **options), consumer_timeout)
         return self
 
+    @classmethod
+    def around(cls, make: Callable[[], Engine], *, consumer_timeout: float = 30.0) -> AsyncEngine:
+        """Return the engine that ``make`` returns, called on the thread that drives it. Blocks until it does."""
+        self = cls.__new__(cls)
+        self._start(make, consumer_timeout)
+        return self
+
     def _start(self, make: Callable[[], Engine], consumer_timeout: float) -> None:
         self._consumer_timeout = consumer_timeout
         self._pumps: set[asyncio.Task[None]] = set()

@@ -119,11 +119,12 @@ class MlxLmLoader:
     """
 
     name = "mlx_lm"
+    prepares = True
 
     def accepts(self, source: str) -> bool:
         return (source != "" and Path(source).is_dir()) or _HUB_NAME.fullmatch(source) is not None
 
-    def load(self, source: str, *, dtype: str = "auto") -> LoadedModel:
+    def load(self, source: str, *, dtype: str = "auto", prepare: Callable[[Any], None] | None = None) -> LoadedModel:
         from mlx_lm.utils import get_total_parameters, load_model
 
         path = _find(source)
@@ -134,6 +135,8 @@ class MlxLmLoader:
             kind = weight_dtype(dtype, get_total_parameters(model))
             if kind is not None:
                 model = _cast(source, model, kind)
+            if prepare is not None:
+                prepare(model)
             evaluate(model)
         except errors.LoadError:
             raise

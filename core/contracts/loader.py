@@ -83,3 +83,20 @@ class Loader(Protocol):
         ``dtype``: "float32", "bfloat16", "float16", "stored", or "auto" (stored on a GPU, float32 on the CPU).
         """
         ...
+
+
+@runtime_checkable
+class PreparingLoader(Protocol):
+    """A loader that lets somebody change a model before its weights are evaluated: take a part of them, say."""
+
+    name: str
+    prepares: bool
+    """True: `load` takes ``prepare``."""
+
+    def accepts(self, source: str) -> bool:
+        """See `Loader.accepts`."""
+        ...
+
+    def load(self, source: str, *, dtype: str = "auto", prepare: Callable[[Any], None] | None = None) -> LoadedModel:
+        """Load as `Loader.load`; ``prepare`` gets the model with its weights in place, none of them evaluated."""
+        ...
