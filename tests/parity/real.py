@@ -22,6 +22,7 @@ from oarlock.core.engine import Engine
 from oarlock.core.manager import build
 from oarlock.core.models import load_model
 from oarlock.core.testing import models, storages
+from oarlock.core.testing.drive import arrive
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 GROUP, START = 64, 16
@@ -112,7 +113,7 @@ class Weights:
 
         return [models.serial(self.model, prompt, tokens, **options()) for prompt in self.prompts]
 
-    def outcome(self, arrive: Callable[..., Any], storage: str, tokens: int, **settings: Any) -> Outcome:
+    def outcome(self, storage: str, tokens: int, **settings: Any) -> Outcome:
         """Run all prompts in company, one arriving every three steps. Raises `TokensDiffer`."""
         score = SamplingParams(logprobs=0)
         requests = [Request(prompt_ids=prompt, max_tokens=tokens, sampling=score) for prompt in self.prompts]
@@ -136,12 +137,11 @@ class Weights:
 
 def main(source: str, storage: str) -> None:
     """Print the outcome of short prompts on the CPU; where windows are packed, one prompt is longer than they are."""
-    from conftest import arrive
 
     mx.set_default_device(mx.cpu)
     windows = source != "smollm2" and "rotating" in LAYOUTS[storage]
     weights = Weights(source, PAST_A_WINDOW if windows else SHORT)
-    outcome = weights.outcome(arrive, storage, 16, prefill_chunk=256 if windows else 16, verify=False)
+    outcome = weights.outcome(storage, 16, prefill_chunk=256 if windows else 16, verify=False)
     print(json.dumps(attrs.asdict(outcome)))
 
 

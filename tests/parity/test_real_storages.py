@@ -54,10 +54,10 @@ def gemma3(gemma3_path):
     return real.Weights(str(gemma3_path), (700, 1500, 1100, 900))
 
 
-def test_smollm2_in_blocks(arrival):
+def test_smollm2_in_blocks():
     """Its own layout is `full`: tests/parity/test_smollm2.py."""
     weights = real.Weights("smollm2", (400, 100, 250, 128))
-    check(weights.outcome(arrival, "paged", 24, prefill_chunk=128), 1e-3)
+    check(weights.outcome("paged", 24, prefill_chunk=128), 1e-3)
 
 
 @pytest.mark.parametrize("storage", PACKED)
@@ -67,9 +67,9 @@ def test_smollm2_packed(storage):
 
 
 @pytest.mark.parametrize(("storage", "chunk"), [("own", 640), ("paged", 256)])
-def test_gemma3_past_its_window(gemma3, arrival, storage, chunk):
+def test_gemma3_past_its_window(gemma3, storage, chunk):
     """Every prompt is longer than the window; chunks are longer than it, and shorter."""
-    check(gemma3.outcome(arrival, storage, 32, prefill_chunk=chunk), 1e-3)
+    check(gemma3.outcome(storage, 32, prefill_chunk=chunk), 1e-3)
 
 
 @pytest.mark.parametrize("storage", PACKED)
