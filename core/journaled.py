@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -20,23 +20,23 @@ from oarlock.core.contracts.method import MeasuringMethod
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.engine import Config, Engine
 from oarlock.core.errors import (
-    CompositionError,
     EngineClosed,
     InvalidConfigValue,
     OarlockError,
     QueueFull,
-    RankLost,
     ScheduleDiverged,
     UnsupportedFeature,
 )
-from oarlock.core.group import ExecutionGroup
 from oarlock.core.handle import Handle, Task
 from oarlock.core.journal import Journal, fixed
+from oarlock.core.logged import LoggedHandle, consumer, fail_together
 from oarlock.core.models import load_model
-from oarlock.core.prefill import PrefillCohort
 from oarlock.core.request import Request
 from oarlock.core.result import TokenEvent
 from oarlock.core.row import Row
+
+HEARTBEAT = 2.0
+"""Seconds after which a leading engine without work asks whether the others are still there."""
 
 
 class JournaledEngine(Engine):
@@ -106,7 +106,7 @@ class JournaledEngine(Engine):
 
     def _start(self, *given: Any, **facts: Any) -> None:
         super()._start(*given, **facts)
-        self._driver.contain_nothing(_fail_together)
+        self._driver.contain_nothing(fail_together)
         self._refuse_measuring(self.bound.method)
 
     def _clock(self) -> float:
@@ -138,8 +138,8 @@ class JournaledEngine(Engine):
         self._refuse_measuring(request.method or self.bound.method)
         row = self._admit(attrs.evolve(request, on_token=None, on_admitted=None, trace=None))
         told = fixed(request, row)
-        handle = JournaledHandle(self, row)
-        row.events, row.ended = _consumer(request, events, handle), ended
+        handle = LoggedHandle(self, row, self.post)
+        row.events, row.ended = consumer(request, events, handle), ended
         limit = self.bound.config.scheduler.max_queued
         with self._driver.mutex:
             if self._driver.closed:
@@ -199,7 +199,7 @@ class JournaledEngine(Engine):
         if self.lost is not None:
             return super().step()
         try:
-            if not self._journal.leads or self._outbox or self._driver.busy:
+            if not self._journal.leads or self._outbox or self._driver.busy or self._silent > HEARTBEAT:
                 self._exchange()
             busy = super().step()
         except OarlockError as error:
@@ -207,6 +207,14 @@ class JournaledEngine(Engine):
             raise
         self._note()
         return busy
+
+    @property
+    def _silent(self) -> float:
+        """Seconds since ranks last spoke."""
+        return time.monotonic() - self._time
+
+    def _advance(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        super()._advance(done, HEARTBEAT if timeout is None else min(timeout, HEARTBEAT))
 
     def _end(self, error: OarlockError) -> None:
         self.lost = error
@@ -256,59 +264,3 @@ class JournaledEngine(Engine):
             text = json.dumps([facts, rows, counts])
             self._digest = hashlib.blake2b(self._digest + text.encode(), digest_size=16).digest()
         self._rows = {name: row for name, row in self._rows.items() if row.outcome is None}
-
-
-class JournaledHandle(Handle):
-    """A handle whose wishes are events."""
-
-    def cancel(self) -> None:
-        """Log that the request is to end; see `Handle.cancel`."""
-        self._tell({"cancel": self.id})
-
-    def interrupt(self, *, fault: BaseException | None = None, stop_at: int | None = None) -> None:
-        """Log that the row is to end so; the error itself stays here."""
-        self._tell({"cancel": self.id, "fault": fault and repr(fault), "stop_at": stop_at}, fault)
-
-    def _tell(self, event: Mapping[str, Any], fault: BaseException | None = None) -> None:
-        assert isinstance(self._engine, JournaledEngine)
-        if not self.done:
-            self._engine.post(event, fault)
-
-
-def _consumer(
-    request: Request, events: Callable[[TokenEvent], None] | None, handle: Handle
-) -> Callable[[TokenEvent], None] | None:
-    """Return who is told of a row's tokens. What a consumer answers becomes an event: only this rank has it."""
-    on_token = request.on_token
-    if on_token is None and events is None:
-        return None
-
-    over = False
-
-    def tell(event: TokenEvent) -> None:
-        nonlocal over
-        if over and event.token is not None:  # what comes until the event is applied is taken back
-            return
-        try:
-            if events is not None:
-                events(event)
-            if on_token is not None and event.token is not None and on_token(event) is False:
-                over = True
-                handle.interrupt(stop_at=event.index + 1)
-        except Exception as error:  # noqa: BLE001 - a consumer may raise anything; it costs its own row
-            over = True
-            handle.interrupt(fault=error)
-
-    return tell
-
-
-@contextlib.contextmanager
-def _fail_together(whose: ExecutionGroup | PrefillCohort, _: Any) -> Iterator[None]:
-    """In place of `Rebuild.contained`: an error of the device is everybody's."""
-    try:
-        yield
-    except CompositionError as error:
-        whose.fail(error)
-    except Exception as error:
-        msg = f"a step failed, which ranks cannot repair apart: {type(error).__name__}: {error}"
-        raise RankLost(msg) from error

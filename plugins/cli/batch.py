@@ -20,7 +20,15 @@ from oarlock.plugins.cli.answers import STDOUT, Answers, check_paths
 from oarlock.plugins.cli.console import note, print_json, stderr
 from oarlock.plugins.cli.drive import drive
 from oarlock.plugins.cli.failures import Failure
-from oarlock.plugins.cli.options import engine_config, engine_options, open_engine, request_fields, sampling_options
+from oarlock.plugins.cli.options import (
+    engine_config,
+    engine_options,
+    followed,
+    open_engine,
+    ranks_option,
+    request_fields,
+    sampling_options,
+)
 from oarlock.plugins.cli.records import error_fields, result_fields
 
 if TYPE_CHECKING:
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
 )
 @sampling_options
 @engine_options
+@ranks_option
 @click.option("--json", "as_json", is_flag=True, help="Print the closing counts as a JSON object.")
 def batch(
     source: str,
@@ -63,6 +72,7 @@ def batch(
     checkpoint: str | None,
     checkpoint_interval: int,
     as_json: bool,
+    ranks: bool,
     **given: Any,
 ) -> None:
     """Answer a file of requests: one JSON object a line with "id", "prompt" or "messages" or "prompt_ids".
@@ -79,10 +89,11 @@ def batch(
     if checkpoint is not None:
         config = _with_checkpoints(config, checkpoint)
         defaults["checkpoint_interval"] = checkpoint_interval
+    group = followed(model, config, ranks)
     with contextlib.ExitStack() as opened:
         lines = opened.enter_context(_open(source))
         answers = opened.enter_context(Answers(output, resume=resume, overwrite=overwrite))
-        engine = opened.enter_context(open_engine(model, config))
+        engine = opened.enter_context(open_engine(model, config, group))
         progress = opened.enter_context(_progress())
         answers.begin()
         run = Run(answers=answers, defaults=defaults, progress=progress, total=_count(source, progress))

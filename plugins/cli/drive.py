@@ -59,8 +59,8 @@ def drive(
         try:
             engine.step()
         except Exception:
-            if not any(handle.done for _, handle in running):
-                raise  # nobody got the error: without this line it would come again and again
+            if engine.closed or not any(handle.done for _, handle in running):
+                raise  # nothing goes on, or nobody got the error and it would come again and again
         over = [(job, handle) for job, handle in running if handle.done]
         running = [(job, handle) for job, handle in running if not handle.done]
         for job, handle in over:

@@ -14,7 +14,15 @@ from oarlock.core.request import Request
 from oarlock.core.result import Result, TokenEvent
 from oarlock.plugins.cli.console import note, print_json
 from oarlock.plugins.cli.drive import drive
-from oarlock.plugins.cli.options import engine_config, engine_options, open_engine, request_fields, sampling_options
+from oarlock.plugins.cli.options import (
+    engine_config,
+    engine_options,
+    followed,
+    open_engine,
+    ranks_option,
+    request_fields,
+    sampling_options,
+)
 from oarlock.plugins.cli.views import View, choose_view
 
 if TYPE_CHECKING:
@@ -42,6 +50,7 @@ class Prompt:
 @click.option("--system", help="System message of every chat.")
 @sampling_options
 @engine_options
+@ranks_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each answer.")
 @click.option("--stats", is_flag=True, help="Say at the end what it took.")
 def generate(
@@ -51,6 +60,7 @@ def generate(
     system: str | None,
     as_json: bool,
     stats: bool,
+    ranks: bool,
     **given: Any,
 ) -> None:
     """Answer one or more prompts; several run together. MODEL: a directory, a GGUF file, a hub name, or smollm2.
@@ -69,8 +79,9 @@ def generate(
     fields = request_fields(given)
     Request.from_mapping({"prompt": "x", **fields})  # what is wrong is said before a model is loaded
     config = engine_config(**given)
+    group = followed(model, config, ranks)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    with open_engine(model, config) as engine:
+    with open_engine(model, config, group) as engine:
         as_chat = _as_chat(engine, chat, system)
         asked = [
             Prompt(number=number, text=text, request=_request(str(number), text, as_chat, system, fields))

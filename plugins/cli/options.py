@@ -49,6 +49,13 @@ def engine_options(command: Command) -> Command:
     )
 
 
+def ranks_option(command: Command) -> Command:
+    """Give a command the option of `followed`."""
+    return click.option(
+        "--ranks", is_flag=True, help="Split the model over the processes of mlx.launch; the first one takes requests."
+    )(command)
+
+
 def sampling_options(command: Command) -> Command:
     """Give a command the options of `request_fields`."""
     return _all(
@@ -131,17 +138,39 @@ def _assign(merged: dict[str, Any], setting: str) -> None:
     place[keys[-1]] = value
 
 
+def followed(model: str, config: EngineConfig, ranks: bool) -> Any:
+    """Return the group of ranks that this process leads, or None where there is none; any other rank works and exits here."""
+    if not ranks:
+        return None
+    require_mlx()
+    from oarlock.plugins.ranks.opening import join, open_ranks
+
+    group = join()
+    if group.rank() > 0:
+        open_ranks(model, group, config=config, say=note).follow()
+        raise click.exceptions.Exit(0)
+    return group
+
+
 @contextlib.contextmanager
-def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
-    """Load a model and bind it; close the engine at the end."""
+def open_engine(model: str, config: EngineConfig, group: Any = None) -> Iterator[Engine]:
+    """Load a model, or this rank's part of it, and bind it; close the engine at the end."""
     require_mlx()
     for text in untested():
         note(f"warning: {text}")
-    from oarlock.core.engine import Engine
-
     # A hub download shows bars of its own.
     shown = busy(f"loading {model}") if "/" not in model or Path(model).exists() else contextlib.nullcontext()
     with shown:
-        engine = Engine.load(model, config=config)
+        engine = _opened(model, config, group)
     with engine:
         yield engine
+
+
+def _opened(model: str, config: EngineConfig, group: Any) -> Engine:
+    if group is not None:
+        from oarlock.plugins.ranks.opening import open_ranks
+
+        return open_ranks(model, group, config=config, say=note)
+    from oarlock.core.engine import Engine
+
+    return Engine.load(model, config=config)

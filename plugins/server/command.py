@@ -12,7 +12,7 @@ import click
 from oarlock.core.request import Request
 from oarlock.plugins.cli.console import busy, note
 from oarlock.plugins.cli.failures import Failure, require_mlx
-from oarlock.plugins.cli.options import engine_config, engine_options
+from oarlock.plugins.cli.options import engine_config, engine_options, followed, ranks_option
 from oarlock.plugins.cli.versions import untested
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 @click.option("--top-k", type=int, help="Likewise; else their advice, else 0, which is off.")
 @click.option("--min-p", type=float, help="Likewise; else their advice, else 0.")
 @engine_options
+@ranks_option
 def serve(
     model: str,
     host: str,
@@ -56,6 +57,7 @@ def serve(
     max_body: int,
     drain_seconds: float,
     tool_parser: str | None,
+    ranks: bool,
     **given: Any,
 ) -> None:
     """Serve a model with OpenAI's interface at /v1, metrics at /metrics, and a page at /.
@@ -74,8 +76,10 @@ def serve(
         note("warning: whoever reaches this machine can use the model; set a key with OARLOCK_API_KEY")
     options = {"key": api_key or "", "hosts": _hosts(host, allow_host), "max_body": max_body}
     name = name or Path(model).name.removesuffix(".gguf") or model
+    config = engine_config(**given)
+    group = followed(model, config, ranks)
     with _listen(host, port) as made:
-        asyncio.run(_serve(model, name, engine_config(**given), defaults, parser, made, options, drain_seconds))
+        asyncio.run(_serve(model, name, config, group, defaults, parser, made, options, drain_seconds))
 
 
 def _require_server() -> None:
@@ -133,6 +137,7 @@ async def _serve(
     model: str,
     name: str,
     config: EngineConfig,
+    group: Any,
     defaults: dict[str, Any],
     parser: Any,
     made: socket.socket,
@@ -147,9 +152,11 @@ async def _serve(
     from oarlock.plugins.server.serving import DrainingServer, address
 
     with busy(f"loading {model}"):
-        service = await open_service(model, name, config=config, defaults=defaults, tool_format=parser)
+        service = await open_service(model, name, config=config, group=group, defaults=defaults, tool_format=parser)
     async with service.engine:
         note(f"serving {', '.join(service.names)} at {address(made)}/v1, its page at {address(made)}/")
         app = create_app(service, **options)
         wire = uvicorn.Config(app, log_level="warning", lifespan="off", server_header=False)
         await DrainingServer(wire, service, drain_seconds).serve(sockets=[made])
+    if (lost := getattr(service.engine.engine, "lost", None)) is not None:
+        raise lost

@@ -6,9 +6,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
+import structlog
 
 from oarlock.core.aio import AsyncEngine
 from oarlock.core.aio_handle import AsyncHandle
@@ -21,6 +23,7 @@ from oarlock.plugins.server.board import Board
 from oarlock.plugins.server.failures import Refusal, draining
 from oarlock.plugins.server.metrics import Metrics
 
+_log = structlog.get_logger(__name__)
 BY_DEFAULT = {"temperature": 1.0, "max_tokens": None}
 """What OpenAI's interface says of fields that a request leaves out."""
 
@@ -156,10 +159,22 @@ async def open_service(
     defaults: Mapping[str, Any] | None = None,
     tool_format: ToolFormat | None = None,
     plugins: Sequence[Any] = (),
+    group: Any = None,
 ) -> Service:
-    """Load a model and return the service of it under ``name``; ``defaults`` outrank what the model's makers advise."""
+    """Load a model and return the service of it under ``name``; ``defaults`` outrank what the model's makers advise.
+
+    With a ``group`` this is the leading rank of several, which have a part of the model each.
+    """
     board, metrics = Board(), Metrics()
-    engine = await AsyncEngine.load(source, config=config, plugins=[board, metrics, *plugins])
+    observers = [board, metrics, *plugins]
+    if group is None:
+        engine = await AsyncEngine.load(source, config=config, plugins=observers)
+    else:
+        from oarlock.plugins.ranks.opening import open_ranks
+
+        settings = config or EngineConfig()
+        opened = partial(open_ranks, source, group, config=settings, plugins=observers, say=_say)
+        engine = await asyncio.to_thread(AsyncEngine.around, opened)
     metrics.watch(engine.stats)
     return Service(
         engine=engine,
@@ -170,6 +185,10 @@ async def open_service(
         tool_format=tool_format or getattr(engine.engine.tokenizer, "tool_format", None),
         adapters=tuple(config.adapters.named) if config is not None else (),
     )
+
+
+def _say(text: str) -> None:
+    _log.info("rank", said=text)
 
 
 def new_id(kind: str) -> str:
