@@ -38,6 +38,15 @@ if TYPE_CHECKING:
     from oarlock.core.engine import Engine
 
 
+_checkpoint_interval = click.option(
+    "--checkpoint-interval",
+    type=click.IntRange(min=1),
+    default=64,
+    metavar="N",
+    help="Tokens of an answer between two checkpoints.  [default: 64]",
+)
+
+
 @click.command(
     short_help="Answer a file of requests.",
     epilog="Example: oarlock batch questions.jsonl -o answers.jsonl --max-tokens 64, then again with --resume",
@@ -52,13 +61,7 @@ if TYPE_CHECKING:
 @click.option(
     "--checkpoint", metavar="DIR", help="Store there how far each answer is; the same command goes on from it."
 )
-@click.option(
-    "--checkpoint-interval",
-    type=click.IntRange(min=1),
-    default=64,
-    metavar="N",
-    help="Tokens of an answer between two checkpoints.  [default: 64]",
-)
+@_checkpoint_interval
 @sampling_options
 @engine_options
 @ranks_option

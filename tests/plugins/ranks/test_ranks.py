@@ -79,7 +79,7 @@ def test_a_part_is_a_share_of_the_layers(even):
     assert mx.get_active_memory() > 0
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_a_size_that_divides_no_heads_is_refused_with_the_counts(ranks, even, size):
     with ranks(size, "generate", even, "hi", "--ranks") as group:
         ended = group.end()
@@ -110,10 +110,10 @@ def test_a_process_that_nobody_launched_is_refused(even):
 LONG = [{"id": str(n), "prompt": "oars " * (n + 1), "max_tokens": 3000, "ignore_eos": True} for n in range(4)]
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["leader", "follower"])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.long), 1], ids=["leader", "follower"])
 def test_a_killed_rank_ends_the_other_within_ten_seconds(ranks, even, tmp_path, killed):
     """With a clear error; and its checkpoints are there for the next run, which ends with the answers of one process."""
-    kept = [{**line, "max_tokens": 400} for line in LONG]
+    kept = [{**line, "max_tokens": 200} for line in LONG]
     checkpoints = ["--checkpoint", "kept", "--checkpoint-interval", "16"]
     command = ["batch", written(tmp_path, kept), "-o", "out.jsonl", "--model", even, "--ranks", *checkpoints, *OPTIONS]
     with ranks(2, *command) as group:
