@@ -1,7 +1,7 @@
 # Everything below sets itself up: a Python >= 3.11 and make are enough.
 #   make demo       answers of a real model, rows joining and leaving the batch
 #   make test       what takes about 20 minutes on 2 cores; make test-all: all tests
-#   make lint       ruff and mypy
+#   make lint       ruff and mypy, hadolint on the container file
 #   make bench      the benchmarks
 #   make compat     parity and the conformance kit against the lowest and the highest mlx and mlx-lm that are allowed
 #   make release    sdist and wheel in dist/, each extra resolved for Linux and macOS, the examples beside the wheel alone
@@ -57,6 +57,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint .ci/Containerfile
 
 bench: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks/run.py $(ARGS)
