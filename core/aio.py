@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,88 +16,19 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from oarlock.core.aio_handle import AsyncHandle, Inbox
 from oarlock.core.engine import Engine
-from oarlock.core.errors import SlowConsumer
+from oarlock.core.errors import InvalidParameter
 from oarlock.core.handle import Handle
 from oarlock.core.layers import evaluate, evaluate_plugins
 from oarlock.core.request import Request
 from oarlock.core.result import Result, TokenEvent
 
-MAX_UNREAD = 256
-"""Events that may wait for a consumer before the time it takes is looked at."""
-
-
-class Mailbox:
-    """Events on their way from the driving thread to one consumer on the loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        self.queue: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
-        self._loop = loop
-        self._seconds = seconds
-        self._unread = 0
-        self._taken_at = time.monotonic()
-
-    def put(self, event: TokenEvent) -> None:
-        """Called on the driving thread. Raises `errors.SlowConsumer`, which rejects the event's row alone."""
-        late = time.monotonic() - self._taken_at
-        if event.token is not None and self._unread >= MAX_UNREAD and late > self._seconds:
-            raise SlowConsumer(event.request_id, self._seconds, self._unread)
-        if not self._unread:
-            self._taken_at = time.monotonic()
-        self._unread += 1
-        self._loop.call_soon_threadsafe(self.queue.put_nowait, event)
-
-    def end(self, error: BaseException | None) -> None:
-        """Called on the driving thread once the outcome stands."""
-        self._loop.call_soon_threadsafe(self.queue.put_nowait, error)
-
-    async def take(self) -> TokenEvent | BaseException | None:
-        """Return the next event, or how a row ended."""
-        item = await self.queue.get()
-        if isinstance(item, TokenEvent):
-            self._unread -= 1
-            self._taken_at = time.monotonic()
-        return item
-
-
-@attrs.define(eq=False)
-class AsyncHandle:
-    """One submitted request, awaited instead of waited for."""
-
-    _handle: Handle
-    _ended: asyncio.Future[None]
-    _pump: asyncio.Task[None] | None = None
-
-    @property
-    def id(self) -> str:
-        """The request's id."""
-        return self._handle.id
-
-    @property
-    def done(self) -> bool:
-        """Whether the outcome stands."""
-        return self._handle.done
-
-    def cancel(self) -> None:
-        """End the request at the next safe point with what it has so far."""
-        self._handle.cancel()
-
-    async def result(self) -> Result:
-        """Return the result or raise the row's own error. A cancelled coroutine cancels its request."""
-        try:
-            await asyncio.shield(self._ended)
-        except asyncio.CancelledError:
-            self._handle.cancel()
-            raise
-        if self._pump is not None:
-            await asyncio.shield(self._pump)
-        return self._handle.result()
-
 
 class AsyncEngine:
     """An engine that a dedicated thread loads, drives and closes; coroutines submit to it and read from it.
 
-    ``consumer_timeout`` (seconds): a consumer that leaves more than `MAX_UNREAD` events waiting and takes none for so
+    ``consumer_timeout`` (seconds): a consumer that leaves more than `aio_handle.MAX_UNREAD` events waiting and takes none for so
     long loses its own row. A coroutine ``on_token`` is awaited on the loop that submitted it.
     """
 
@@ -113,6 +43,13 @@ class AsyncEngine:
         """Load and bind on the engine's thread; see `Engine.load`."""
         self = cls.__new__(cls)
         await asyncio.to_thread(self._start, lambda: Engine.load(source, **options), consumer_timeout)
+        return self
+
+    @classmethod
+    def around(cls, make: Callable[[], Engine], *, consumer_timeout: float = 30.0) -> AsyncEngine:
+        """Return the engine that ``make`` returns, called on the thread that drives it. Blocks until it does."""
+        self = cls.__new__(cls)
+        self._start(make, consumer_timeout)
         return self
 
     def _start(self, make: Callable[[], Engine], consumer_timeout: float) -> None:
@@ -147,29 +84,41 @@ class AsyncEngine:
         """The engine behind; its ``submit``, ``stats``, ``hold`` and ``release`` are legal from any thread."""
         return self._engine
 
-    async def submit(self, request: Request) -> AsyncHandle:
-        """Queue a request; raises at once what `Engine.submit` raises."""
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread takes work."""
+        return self._thread.is_alive() and not self._engine.closed
+
+    async def submit(self, request: Request, *, listen: bool = False) -> AsyncHandle:
+        """Queue a request; raises at once what `Engine.submit` raises.
+
+        With ``listen`` the handle is an asynchronous iterator over the row's events, which must be read.
+        """
         if request.on_token is not None and inspect.iscoroutinefunction(request.on_token):
-            mailbox = Mailbox(asyncio.get_running_loop(), self._consumer_timeout)
-            handle = await self._submit(attrs.evolve(request, on_token=None), mailbox)
-            pump = asyncio.create_task(_pump(mailbox, request.on_token, handle))
+            if listen:
+                raise InvalidParameter("listen", listen, "False beside a coroutine on_token")
+            inbox = Inbox(asyncio.get_running_loop(), self._consumer_timeout)
+            handle = await self._submit(attrs.evolve(request, on_token=None), inbox)
+            pump = asyncio.create_task(_pump(inbox, request.on_token, handle))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
             handle._pump = pump
             return handle
-        return await self._submit(request, None)
+        return await self._submit(
+            request, Inbox(asyncio.get_running_loop(), self._consumer_timeout) if listen else None
+        )
 
-    async def _submit(self, request: Request, mailbox: Mailbox | None) -> AsyncHandle:
+    async def _submit(self, request: Request, inbox: Inbox | None) -> AsyncHandle:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
         def end(error: BaseException | None) -> None:
-            if mailbox is not None:
-                mailbox.end(error)
+            if inbox is not None:
+                inbox.end(error)
             loop.call_soon_threadsafe(_resolve, ended)
 
-        submit = partial(self._engine.submit, request, events=mailbox.put if mailbox is not None else None, ended=end)
-        return AsyncHandle(submit() if request.constraint is None else await _apart(submit), ended)
+        submit = partial(self._engine.submit, request, events=inbox.put if inbox is not None else None, ended=end)
+        return AsyncHandle(submit() if request.constraint is None else await _apart(submit), ended, inbox)
 
     async def generate(self, requests: Sequence[Request], *, return_errors: bool = False) -> list[Any]:
         """Run requests to their end and return their results in the order given; see `Engine.generate`."""
@@ -187,16 +136,16 @@ class AsyncEngine:
 
     async def stream(self, requests: Sequence[Request]) -> AsyncIterator[TokenEvent]:
         """Yield the events of ``requests`` as they come; leaving the iterator cancels what still runs."""
-        mailbox = Mailbox(asyncio.get_running_loop(), self._consumer_timeout)
+        inbox = Inbox(asyncio.get_running_loop(), self._consumer_timeout)
         handles: list[AsyncHandle] = []
         failed: BaseException | None = None
         waiting, running = deque(requests), 0
         try:
             while waiting or running:
                 while waiting and running < self._engine.bound.config.scheduler.max_queued:
-                    handles.append(await self._submit(waiting.popleft(), mailbox))
+                    handles.append(await self._submit(waiting.popleft(), inbox))
                     running += 1
-                item = await mailbox.take()
+                item = await inbox.take()
                 if isinstance(item, TokenEvent):
                     yield item
                 else:
@@ -278,9 +227,9 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _pump(mailbox: Mailbox, on_token: Callable[[TokenEvent], Any], handle: AsyncHandle) -> None:
+async def _pump(inbox: Inbox, on_token: Callable[[TokenEvent], Any], handle: AsyncHandle) -> None:
     """Await a coroutine consumer for every token, in order; its False ends the row there, its error rejects it."""
-    while isinstance(item := await mailbox.take(), TokenEvent):
+    while isinstance(item := await inbox.take(), TokenEvent):
         if item.token is None:
             continue
         try:

@@ -108,21 +108,22 @@ class BoundModel:
 
     def open_method(self, name: str, host: MethodHost) -> GroupedMethod:
         """Open a registered method for a group; only the engine's own has options."""
-        method, options = self._method(name)
+        method, options = self.method_of(name)
         return method.open(host, options)  # type: ignore[no-any-return]
 
     def window(self, name: str) -> int:
         """Return for what window a registered method has caches opened."""
-        method, options = self._method(name)
+        method, options = self.method_of(name)
         return method.window(options) if isinstance(method, WindowedMethod) else 1
 
     def check_method(self) -> None:
         """Raise what opening the engine's method would raise of its options."""
-        method, options = self._method(self.method)
+        method, options = self.method_of(self.method)
         if isinstance(method, CheckedMethod):
             method.check(self, options)
 
-    def _method(self, name: str) -> tuple[Any, Any]:
+    def method_of(self, name: str) -> tuple[Any, Any]:
+        """Return a registered method with its options."""
         method = self.plugins.resolve("method", name)
         given = self.config.method.options if name == self.config.method.name else {}
         return method, parse_options(method.options, given, "method")

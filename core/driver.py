@@ -52,7 +52,8 @@ class Driver(Mailbox):
         self.group = ExecutionGroup(bound, store, self.emitter, self._released)
         self.relief = Relief(Budget.of(bound), self.group, self._put_back)
         self._admitted = 0
-        self._recoveries = Rebuild(self.relief, self.conclude, bound.config.scheduler.max_recoveries)
+        recoveries = Rebuild(self.relief, self.conclude, bound.config.scheduler.max_recoveries)
+        self._contained: Callable[..., AbstractContextManager[None]] = recoveries.contained
         self.queue = AdmissionQueue(bound.config.scheduler.max_queued, bound.policy.choose)
         self._store = store
         self._observers = observers
@@ -65,6 +66,10 @@ class Driver(Mailbox):
         self._acquired = False
         self._preparation: PrefillCohort | None = None
         self._key: GroupKey | None = None
+
+    def contain_nothing(self, contained: Callable[..., AbstractContextManager[None]]) -> None:
+        """Let ``contained`` stand where errors of the device are contained: see `Rebuild.contained`."""
+        self._contained = contained
 
     @property
     def active(self) -> int:
@@ -182,7 +187,7 @@ class Driver(Mailbox):
         preparation = self._preparation
         if preparation is None:
             return
-        with self._recoveries.contained(preparation, self._surrender):
+        with self._contained(preparation, self._surrender):
             preparation.advance(work)
             self.published = preparation.published
         if not preparation.rows:
@@ -192,7 +197,7 @@ class Driver(Mailbox):
         """Advance the running rows once; the step may take ``work`` along."""
         if work is None:
             self._relieve()
-        with self._recoveries.contained(self.group, self._surrender):
+        with self._contained(self.group, self._surrender):
             self.group.advance(work)
 
     def mix(self) -> None:
@@ -200,7 +205,7 @@ class Driver(Mailbox):
         self._relieve()
         preparation, work = self._preparation, None
         if preparation is not None:
-            with self._recoveries.contained(preparation, self._surrender):
+            with self._contained(preparation, self._surrender):
                 work = preparation.offer()
         self.decode(work)
         if self._preparation is not None:
@@ -208,7 +213,7 @@ class Driver(Mailbox):
 
     def _relieve(self) -> None:
         """Preempt rows while the next step would hold too much."""
-        with self._recoveries.contained(self.group, self._surrender):
+        with self._contained(self.group, self._surrender):
             self._preparation = self.relief.relieve(self._preparation)
 
     def _put_back(self, row: Row) -> None:
@@ -284,7 +289,7 @@ class Driver(Mailbox):
             self.conclude(row)
             return
         if self.group.states.awaited(row):
-            with self._recoveries.contained(self.group, self._surrender):
+            with self._contained(self.group, self._surrender):
                 self.group.flush()
         self.group.use_method(row.key.method)
         self._key = row.key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,11 @@ import structlog
 from oarlock.core import manager
 from oarlock.core.bind import BoundModel, bind
 from oarlock.core.config import EngineConfig
-from oarlock.core.contracts.loader import Tokenizer
+from oarlock.core.contracts.loader import LoadedModel, Tokenizer
+from oarlock.core.contracts.state_cache import StateCache
+from oarlock.core.driven import Driven
 from oarlock.core.driver import Driver
-from oarlock.core.errors import EngineClosed, StepInsideStep, WrongThread
+from oarlock.core.errors import EngineClosed
 from oarlock.core.gauges import gauges
 from oarlock.core.guarded import SafeStateCache
 from oarlock.core.handle import Handle, Task
@@ -28,16 +29,17 @@ from oarlock.core.models import load_model
 from oarlock.core.observe import Observers
 from oarlock.core.request import Request
 from oarlock.core.result import TokenEvent
+from oarlock.core.row import Row
 from oarlock.core.scheduler import Scheduler, Turn
 
 _log = structlog.get_logger(__name__)
-_LOOK_UP = 1.0  # seconds after which a waiting thread looks whether the driving one is still alive
 Config = EngineConfig | Mapping[str, Any] | str | PathLike[str] | None
 
 
-class Engine:
+class Engine(Driven):
     """A model bound to layouts, a method and samplers, and the rows that run on it.
 
+    ``advised`` are fields of `SamplingParams` that the model's makers advise; what a request leaves out does not follow them.
     ``submit``, ``cancel``, ``stats``, ``hold`` and ``release`` are legal from any thread; the first thread that steps
     drives it from then on, since MLX arrays belong to threads. ``lock`` is an exclusive lock shared with other users
     of the device: it is held from the first admission until the engine is idle.
@@ -57,6 +59,7 @@ class Engine:
         """Bind ``model``, an mlx-lm model with its weights in place. Raises what `bind.bind` raises."""
         settings = EngineConfig.load(config)
         found = manager.build(settings, plugins=plugins)
+        self.advised: Mapping[str, Any] = {}
         self._start(model, tokenizer, settings, found, lock, positions=positions, identity=identity)
 
     @classmethod
@@ -73,9 +76,19 @@ class Engine:
         found = manager.build(settings, plugins=plugins)
         loaded = load_model(str(source), settings, found)
         self = cls.__new__(cls)
+        self._take(loaded, settings, found, lock)
+        return self
+
+    def _take(
+        self,
+        loaded: LoadedModel,
+        settings: EngineConfig,
+        found: manager.PluginSet,
+        lock: AbstractContextManager[Any] | None,
+    ) -> None:
         facts = {"positions": loaded.positions, "identity": loaded.identity, "model_type": loaded.model_type}
         self._start(loaded.model, loaded.tokenizer, settings, found, lock, **facts)
-        return self
+        self.advised = loaded.sampling
 
     def _start(
         self,
@@ -89,18 +102,16 @@ class Engine:
         self.tokenizer = tokenizer
         self.bound: BoundModel = bind(model, settings, found, tokenizer=tokenizer, **facts)
         self._observers = Observers(found.manager)
-        self._store = SafeStateCache(self.bound.open_state_cache())
-        self._driver = Driver(self.bound, self._store, self._observers, time.monotonic, lock)
+        self._store = SafeStateCache(self._open_store())
+        self._driver = Driver(self.bound, self._store, self._observers, self._clock, lock)
         scheduler = settings.scheduler
         self._scheduler = Scheduler(
             policy=self.bound.policy,
             max_batch=scheduler.max_batch,
             prefill_batch_tokens=scheduler.prefill_batch_tokens,
             early_first_token=scheduler.early_first_token,
-            clock=time.monotonic,
+            clock=self._clock,
         )
-        self._owner: threading.Thread | None = None
-        self._stepping = False
         self._names = itertools.count(1)
         self._observers.notify("model_bound", plan=self.bound)
 
@@ -117,18 +128,28 @@ class Engine:
 
         ``events`` gets every `TokenEvent` on the driving thread, ``ended`` the error or None once the outcome stands.
         """
+        row = self._admit(request)
+        row.events, row.ended = events, ended
+        self._push(row)
+        return Handle(self, row)
+
+    def _admit(self, request: Request) -> Row:
+        """Return the row of a request; raises what makes it impossible."""
         if self._driver.closed:
             raise EngineClosed
         row = admit_request(request, self.bound, self.tokenizer, f"request-{next(self._names)}")
         check_checkpoints(request, self.bound, self._store)
         self._driver.relief.budget.check(row)
-        row.events, row.ended, row.submitted_at = events, ended, time.monotonic()
+        return row
+
+    def _push(self, row: Row) -> None:
+        """Queue a row."""
+        row.submitted_at = self._clock()
         with self._driver.mutex:
             if self._driver.closed:
                 raise EngineClosed
             self._driver.queue.push(row)
             self._driver.signal()
-        return Handle(self, row)
 
     def generate(self, requests: Sequence[Request], *, return_errors: bool = False) -> list[Any]:
         """Run requests to their end and return their results in the order given.
@@ -251,44 +272,21 @@ class Engine:
 
     # --- inside ----------------------------------------------------------------------------------------------
 
-    def wait(self, done: threading.Event, timeout: float | None) -> None:
-        """Wait for ``done``, stepping the engine where this thread drives it. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not done.is_set():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                msg = f"not done after {timeout} s"
-                raise TimeoutError(msg)
-            if self._drives(claim=True):
-                self._advance(done.is_set, left)
-            else:
-                done.wait(_LOOK_UP if left is None else min(left, _LOOK_UP))
-
-    def _advance(self, done: Callable[[], bool], timeout: float | None = None) -> None:
-        """Step; where nothing can be done, sleep until another thread changes that."""
-        seen = self._driver.signals
-        if not self.step() and not done():
-            self._driver.sleep(seen, timeout)
-
     def _feed(
         self, waiting: deque[Request], handles: list[Handle], events: Callable[[TokenEvent], None] | None = None
     ) -> None:
         """Submit as many as the queue takes without turning one away."""
-        while waiting and self._driver.queued < self.bound.config.scheduler.max_queued:
+        while waiting and self._waiting() < self.bound.config.scheduler.max_queued:
             handles.append(self.submit(waiting[0], events=events))
             waiting.popleft()
 
-    def _drives(self, *, claim: bool = False) -> bool:
-        """Return whether this thread may step: it drives, or nobody does. A thread that has ended drives no more."""
-        me = threading.current_thread()
-        with self._driver.mutex:
-            mine = self._owner in (None, me) or not self._owner.is_alive()
-            self._owner = me if mine and claim else self._owner
-        return mine
+    def _clock(self) -> float:
+        """Return seconds, as everything that decides by time sees them."""
+        return time.monotonic()
 
-    def _claim(self) -> None:
-        """Make this thread the driver, or raise `errors.WrongThread`, or `errors.StepInsideStep` within a step."""
-        if not self._drives(claim=True) and self._owner is not None:
-            raise WrongThread(self._owner.name, threading.current_thread().name)
-        if self._stepping:
-            raise StepInsideStep
+    def _open_store(self) -> StateCache:
+        return self.bound.open_state_cache()
+
+    def _waiting(self) -> int:
+        """Return how many requests wait."""
+        return self._driver.queued

@@ -12,18 +12,20 @@ from oarlock.core.recording import memory
 def gauges(driver: Driver) -> dict[str, Any]:
     """Return rows, bytes and counters. Legal from any thread.
 
-    ``kv_bytes`` are allocated for running rows, ``kv_live_bytes`` of them hold tokens; ``active_bytes``, ``peak_bytes``
+    ``kv_bytes`` are allocated for running rows, by layout in ``kv_bytes_by_layout``; ``kv_live_bytes`` of them hold tokens; ``active_bytes``, ``peak_bytes``
     and ``cache_bytes`` are the allocator's. ``kv_budget`` is in bytes, None without one. ``drafted_by_position`` and
     ``accepted_by_position`` count drafts that were the first of their window, the second, and so on;
     ``tokens_per_verify`` is what a forward that verified drafts gave all its rows on average, 0 without any.
     """
     log = driver.group.log
+    held = driver.group.kv_bytes
     drafted, accepted = _by_position(log.drafted), _by_position(log.accepted)
     return {
         "active_rows": driver.active,
         "pending_rows": driver.queued + driver.preparing_rows,
         "preparing_rows": driver.preparing_rows,
-        "kv_bytes": driver.group.kv_bytes,
+        "kv_bytes": sum(held.values()),
+        "kv_bytes_by_layout": dict(held),
         "kv_live_bytes": driver.group.kv_live_bytes,
         **memory(),
         "delivered_tokens": driver.emitter.delivered,

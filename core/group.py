@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -142,9 +143,13 @@ class ExecutionGroup(ReadsFirst, Windows):
     # --- what the driver asks ------------------------------------------------------------------------------
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes allocated for the running rows."""
-        return sum(cache.nbytes for cache in self._method.caches()) if self._method is not None else 0
+    def kv_bytes(self) -> Mapping[str, int]:
+        """Bytes allocated for the running rows, by the layout that holds them."""
+        held: Counter[str] = Counter()
+        caches = self._method.caches() if self._method is not None else ()
+        for layer, cache in zip(self.bound.layers, caches, strict=False):
+            held[layer.layout.name] += cache.nbytes
+        return held
 
     @property
     def kv_live_bytes(self) -> int:

@@ -87,6 +87,10 @@ class Fill:
     name: str = "fill"
     options: type = FillOptions
 
+    def measures(self, options: FillOptions) -> bool:
+        """Return whether how long steps take decides anything."""
+        return options.adaptive
+
     def open(self, host: MethodHost, options: FillOptions) -> FillDecoding:
         """Return a method without rows."""
         return FillDecoding(host, options)

@@ -230,6 +230,10 @@ class Speculative:
         """Raise where the proposer is unknown, its options are wrong, or it cannot draft for this model."""
         bound.proposer(*options.chosen)
 
+    def measures(self, options: SpeculativeOptions) -> bool:
+        """Return whether how long steps take decides anything."""
+        return options.adaptive
+
     def open(self, host: MethodHost, options: SpeculativeOptions) -> SpeculativeDecoding:
         """Return a method without rows."""
         return SpeculativeDecoding(host, options)

@@ -1,7 +1,4 @@
-"""Models kept as mlx-lm keeps them: directories and hub names; and the adapter for Hugging Face tokenizers.
-
-It does not own other file formats (see `oarlock.plugins.gguf`) nor how text is streamed.
-"""
+"""Models kept as mlx-lm keeps them: directories and hub names. Other file formats are elsewhere, see `oarlock.plugins.gguf`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +14,7 @@ from structlog import get_logger
 
 from oarlock.core import errors, hookimpl
 from oarlock.core.contracts.loader import LoadedModel
+from oarlock.plugins.tokenizer import HFTokenizer, eos_ids, one_line
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -32,77 +30,6 @@ _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "model*.safetensors", 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "*.tiktoken")
 _WHOLE_FILE = 256 << 20  # bytes: a larger file is sampled by `fingerprint`
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
-
-
-class HFTokenizer:
-    """A transformers tokenizer, or mlx-lm's wrapper around one, as the `Tokenizer` contract wants it.
-
-    ``tokenizer`` is what was wrapped; ``eos_token_ids`` unites what it names with the ids passed in.
-    """
-
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
-        self.tokenizer = tokenizer
-        more = getattr(tokenizer, "eos_token_ids", None)  # mlx-lm's set; transformers makes a number up
-        named = [tokenizer.eos_token_id, *(more if isinstance(more, set) else ())]
-        self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids) | eos_ids({"eos_token_id": named})
-        _repair_decoder(getattr(tokenizer, "backend_tokenizer", None))
-
-    def encode(self, text: str) -> list[int]:
-        # verbose=False: the length is checked at submit, against the model and not against the tokenizer's guess.
-        ids = list(self.tokenizer.encode(_well_formed(text), truncation=False, padding=False, verbose=False))
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:  # the text named it and the tokenizer added it
-            del ids[0]
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        from jinja2 import TemplateError
-
-        plain = [{key: _well_formed(v) if isinstance(v, str) else v for key, v in m.items()} for m in messages]
-        has_template = getattr(self.tokenizer, "has_chat_template", self.tokenizer.chat_template is not None)
-        if not has_template:
-            raise errors.NoChatTemplate
-        try:
-            ids = self.tokenizer.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = f"its chat template refused them ({one_line(error)})"
-            raise errors.NoChatTemplate(reason) from error
-        if isinstance(ids, Mapping):  # transformers 5 returns a BatchEncoding
-            ids = ids["input_ids"]
-        return [int(token) for token in ids]
-
-
-def eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return every id under ``eos_token_id`` of a config: an int, a list, or either in a nested ``text_config``."""
-    value = config.get("eos_token_id")
-    values = value if isinstance(value, Sequence) else [value]
-    found = frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
-    nested = config.get("text_config")
-    return found | eos_ids(nested) if isinstance(nested, Mapping) else found
-
-
-def _repair_decoder(backend: Any) -> None:
-    """Give a byte-level tokenizer a byte-level decoder, else its space markers would show in the text."""
-    if backend is None or backend.pre_tokenizer is None:
-        return
-    decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
-    if b'"ByteLevel"' in backend.pre_tokenizer.__getstate__() and b'"ByteLevel"' not in decoder:
-        from tokenizers import decoders
-
-        backend.decoder = decoders.ByteLevel()
-
-
-def _well_formed(text: str) -> str:
-    """Replace lone surrogates, which no tokenizer can encode, by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def weight_dtype(dtype: str, num_parameters: int) -> mx.Dtype | None:
@@ -192,11 +119,12 @@ class MlxLmLoader:
     """
 
     name = "mlx_lm"
+    prepares = True
 
     def accepts(self, source: str) -> bool:
         return (source != "" and Path(source).is_dir()) or _HUB_NAME.fullmatch(source) is not None
 
-    def load(self, source: str, *, dtype: str = "auto") -> LoadedModel:
+    def load(self, source: str, *, dtype: str = "auto", prepare: Callable[[Any], None] | None = None) -> LoadedModel:
         from mlx_lm.utils import get_total_parameters, load_model
 
         path = _find(source)
@@ -207,6 +135,8 @@ class MlxLmLoader:
             kind = weight_dtype(dtype, get_total_parameters(model))
             if kind is not None:
                 model = _cast(source, model, kind)
+            if prepare is not None:
+                prepare(model)
             evaluate(model)
         except errors.LoadError:
             raise
@@ -223,6 +153,7 @@ class MlxLmLoader:
             identity=fingerprint(files, str(kind)),
             model_type=config["model_type"],
             positions=_positions(config),
+            sampling=_advised(path / "generation_config.json"),
         )
 
 
@@ -278,6 +209,17 @@ def _load_tokenizer(source: str, path: Path, config: Mapping[str, Any]) -> HFTok
     return HFTokenizer(tokenizer, ends)
 
 
+_ADVICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _advised(path: Path) -> dict[str, Any]:
+    """Return how a model's makers advise to draw; nothing where they do not, or advise not to draw."""
+    advice = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not isinstance(advice, dict) or not advice.get("do_sample"):
+        return {}
+    return {name: advice[name] for name in _ADVICE if advice.get(name) is not None}
+
+
 def _positions(config: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a sequence; ``n_positions`` is gpt2's name for it."""
     for part in (config, config.get("text_config") or {}):
@@ -285,11 +227,6 @@ def _positions(config: Mapping[str, Any]) -> int | None:
             if isinstance(part.get(key), int):
                 return int(part[key])
     return None
-
-
-def one_line(error: BaseException) -> str:
-    """Return the type and the text of an error of another library, fit for a message of ours."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 @hookimpl

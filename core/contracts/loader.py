@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -28,11 +28,36 @@ class Tokenizer(Protocol):
 
 
 @attrs.frozen(kw_only=True)
+class ToolFormat:
+    """How a model writes a call of a tool: ``start``, what ``parse`` reads, ``end``; an empty ``end`` is the text's.
+
+    ``parse(text, tools)`` returns one mapping with "name" and "arguments", or a list of them, and raises where it reads none.
+    """
+
+    start: str
+    end: str
+    parse: Callable[[str, Any], Any]
+
+
+@runtime_checkable
+class ToolTokenizer(Protocol):
+    """A tokenizer that can also tell a model of tools. What it decodes holds the marks of ``tool_format``."""
+
+    tool_format: ToolFormat | None
+    """None where it is not known how the model calls a tool."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a conversation in which ``tools`` may be called. Raises `errors.NoChatTemplate`."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
 class LoadedModel:
     """A model whose weights are evaluated.
 
     ``model`` is an mlx-lm model: ``model(ids, cache=caches)`` returns logits. ``identity`` names the weights, for
     keys of stored state. ``positions`` is the most tokens of one sequence, None where the model does not say.
+    ``sampling`` are fields of `SamplingParams` that the model's makers advise.
     """
 
     model: Any
@@ -40,6 +65,7 @@ class LoadedModel:
     identity: str
     model_type: str
     positions: int | None = None
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 class Loader(Protocol):
@@ -56,4 +82,21 @@ class Loader(Protocol):
 
         ``dtype``: "float32", "bfloat16", "float16", "stored", or "auto" (stored on a GPU, float32 on the CPU).
         """
+        ...
+
+
+@runtime_checkable
+class PreparingLoader(Protocol):
+    """A loader that lets somebody change a model before its weights are evaluated: take a part of them, say."""
+
+    name: str
+    prepares: bool
+    """True: `load` takes ``prepare``."""
+
+    def accepts(self, source: str) -> bool:
+        """See `Loader.accepts`."""
+        ...
+
+    def load(self, source: str, *, dtype: str = "auto", prepare: Callable[[Any], None] | None = None) -> LoadedModel:
+        """Load as `Loader.load`; ``prepare`` gets the model with its weights in place, none of them evaluated."""
         ...

@@ -259,6 +259,15 @@ class StoringMethod(Protocol):
 
 
 @runtime_checkable
+class MeasuringMethod(Protocol):
+    """What a method has besides, that may decide by how long steps take: processes that run one schedule cannot use it then."""
+
+    def measures(self, options: Any) -> bool:
+        """Return whether it does with these options."""
+        ...
+
+
+@runtime_checkable
 class CheckedMethod(Protocol):
     """What a method has besides, that can tell at bind whether it can do what its options ask for."""
 

@@ -14,6 +14,7 @@ OarlockError
 │                                            SlowConsumer
 ├── CompositionError (RuntimeError)      a group fails together though no row fails alone
 ├── RecoveriesExhausted (RuntimeError)   the device fails again and again though no row is guilty
+├── RankLost, ScheduleDiverged (RuntimeError)   one of several processes is gone, or did something else
 ├── LoadError                            ── ModelNotFound, NoModelConfig, NotGGUF, UnsupportedModel, MissingPackage
 ├── BindError (ValueError)               ── UnsupportedLayer, LayoutRefused, ModelNotBatchable, AdapterRefused,
 │                                            MixedRefused, CompiledRefused, ProposerRefused
@@ -78,8 +79,10 @@ from oarlock.core.errors.running import (
     NeverFits,
     NonFiniteLogits,
     QueueFull,
+    RankLost,
     RecoveriesExhausted,
     RowError,
+    ScheduleDiverged,
     SlowConsumer,
     StepInsideStep,
     WrongThread,
@@ -123,11 +126,13 @@ __all__ = [
     "PromptTooLong",
     "ProposerRefused",
     "QueueFull",
+    "RankLost",
     "RecoveriesExhausted",
     "RegistryFrozen",
     "RequestError",
     "RequirementUnmet",
     "RowError",
+    "ScheduleDiverged",
     "SlowConsumer",
     "StepInsideStep",
     "TokenOutOfRange",

@@ -118,3 +118,11 @@ class CompositionError(OarlockError, RuntimeError):
             f"{len(self.request_ids)} rows fail together and none fails alone: the model or a layout cannot "
             f"batch them ({type(cause).__name__}: {cause})"
         )
+
+
+class RankLost(OarlockError, RuntimeError):
+    """A step cannot go on because another rank, or the device, does not answer; checkpoints stay as they are."""
+
+
+class ScheduleDiverged(OarlockError, RuntimeError):
+    """Ranks that apply one log did not do the same."""

@@ -18,6 +18,7 @@ from oarlock.plugins.cli.failures import described, one_line_errors
 from oarlock.plugins.cli.generate import generate
 from oarlock.plugins.cli.new_plugin import new_plugin
 from oarlock.plugins.cli.plugins import plugins
+from oarlock.plugins.server.command import serve
 
 _FOUND = "oarlock.commands"
 
@@ -60,7 +61,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=[batch, bench, completion, doctor, explain, generate, new_plugin, plugins],
+    commands=[batch, bench, completion, doctor, explain, generate, new_plugin, plugins, serve],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: oarlock generate smollm2 'Why is the sky blue?'",
 )

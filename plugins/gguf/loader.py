@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from oarlock.core import errors
 from oarlock.core.contracts.loader import LoadedModel
@@ -18,12 +20,13 @@ class GGUFLoader:
     """Loads a ``.gguf`` file, any file that begins as one, or a built-in name. ``./smollm2`` is a path, not a name."""
 
     name = "gguf"
+    prepares = True
 
     def accepts(self, source: str) -> bool:
         path = Path(source)
         return source in BUILT_IN or (path.suffix == ".gguf" and not path.is_dir()) or reader.has_magic(path)
 
-    def load(self, source: str, *, dtype: str = "auto") -> LoadedModel:
+    def load(self, source: str, *, dtype: str = "auto", prepare: Callable[[Any], None] | None = None) -> LoadedModel:
         if importlib.util.find_spec("gguf") is None:
             msg = "the gguf package is not installed: pip install 'oarlock[gguf]'"
             raise errors.MissingPackage(source, msg)
@@ -40,6 +43,8 @@ class GGUFLoader:
         text = tokenizer.build(source, file.metadata)
         kind = models.weight_dtype(dtype, weights.num_parameters(file))
         model = weights.build(source, file, plan, kind)
+        if prepare is not None:
+            prepare(model)
         models.evaluate(model)
         return LoadedModel(
             model=model,

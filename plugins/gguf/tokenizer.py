@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from oarlock.core import errors
-from oarlock.plugins.models import HFTokenizer
+from oarlock.plugins.tokenizer import HFTokenizer
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

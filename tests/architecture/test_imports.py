@@ -17,8 +17,9 @@ ORDER = (
     | {"processing", "preparing", "compiled", "states", "checkpoints", "guarded", "windows", "companion"},
     {"rebuild", "relief"},
     {"layers", "bind", "attention", "mixing", "compiling", "probe", "rehearsal", "evidence", "finding", "intake"}
-    | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice", "device"},
-    {"engine"},
+    | {"driver", "gauges", "mailbox", "handle", "models", "layout_choice", "device", "driven", "journal", "agreed"},
+    {"engine", "aio_handle"},
+    {"journaled"},
     {"aio"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
@@ -27,8 +28,8 @@ PUBLIC = {"", "contracts", "errors", "request", "result", "hookspecs", "observe"
 OFFERED = {"oarlock.layouts.coded", "oarlock.samplers.histories", "oarlock.samplers.callables"}
 STRANGERS = ("plugins.starters",)
 # The command line and the server drive an engine; other plugins are driven by one.
-DRIVERS = {"plugins.cli", "plugins.server"}
-PUBLIC_TO_DRIVERS = PUBLIC | {"engine", "aio", "config", "manager", "bind"}
+DRIVERS = {"plugins.cli", "plugins.ranks", "plugins.server"}
+PUBLIC_TO_DRIVERS = PUBLIC | {"engine", "aio", "aio_handle", "journal", "journaled", "config", "manager", "bind"}
 
 
 def imports(source, modules):

@@ -1,8 +1,8 @@
-"""Files stay under 300 lines, functions under 60, the core under 5,460 statements: what does not fit is two things."""
+"""Files stay under 300 lines, functions under 60, the core under 5,500 statements: what does not fit is two things."""
 
 import ast
 
-MAX_FILE, MAX_FUNCTION, MAX_CORE = 300, 60, 5460
+MAX_FILE, MAX_FUNCTION, MAX_CORE = 300, 60, 5500
 
 
 def long_functions(source):

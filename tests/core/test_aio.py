@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from oarlock.core import FinishReason, Request, hookimpl
-from oarlock.core.aio import MAX_UNREAD, AsyncEngine
+from oarlock.core.aio import AsyncEngine
+from oarlock.core.aio_handle import MAX_UNREAD
 from oarlock.core.errors import EmptyPrompt, EngineClosed, InvalidConstraint, QueueFull, SlowConsumer
 from oarlock.core.testing import models
 

@@ -33,6 +33,7 @@ DRAWING = "a drawing"
 LEFT_OUT = {
     ("README.md", "make demo"): "fetches weights; .ci/run does it on its way to the tests",
     ("README.md", "make test"): "runs this test",
+    ("README.md", "oarlock serve"): "runs until a signal; tests/plugins/server/test_process.py starts it",
     ("README.md", "· waits"): DRAWING,
     ("README.md", "submit -> queue"): DRAWING,
     ("README.md", "pip install '.[grammar]'"): "installs from a registry; make test did",
@@ -41,7 +42,10 @@ LEFT_OUT = {
     ("docs/plugins.md", "pip install 'oarlock[kit]'"): "installs from a registry; make test did",
 }
 # Pages whose blocks are one sequence, each in what the ones before it left: page -> the test that follows it.
-FOLLOWED = {"docs/tutorial.md": "tests/ecosystem/test_tutorial.py"}
+FOLLOWED = {
+    "docs/server.md": "tests/plugins/server/test_docs.py",
+    "docs/tutorial.md": "tests/ecosystem/test_tutorial.py",
+}
 # Files that a page speaks of and that are the reader's own.
 PREPARED = {
     "prompts.jsonl": '{"id": "a", "prompt": "One, two,", "max_tokens": 4}\n{"id": "b", "prompt": "Red", "max_tokens": 3}\n',
@@ -279,7 +283,7 @@ def test_every_block_is_run_or_left_out_with_a_reason():
 def test_what_is_left_out_is_there():
     """An exception that no page needs any more goes."""
     assert {left_out(block, unit) for block in BLOCKS for unit in units(block)} - {None} == set(LEFT_OUT)
-    assert len(LEFT_OUT) == 8
+    assert len(LEFT_OUT) == 9
 
 
 def test_pages_that_are_followed_have_their_test():

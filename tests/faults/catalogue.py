@@ -17,7 +17,7 @@ import attrs
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faults.md"
 ISSUES = 7
-DONE = 6
+DONE = 7
 """Issues up to this one are done: their entries are closed, or say why not."""
 
 HEAD = """# Faults

@@ -19,8 +19,9 @@ from tokenizers import models as kinds
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from oarlock.core import errors
-from oarlock.plugins import models
-from oarlock.plugins.models import HFTokenizer, MlxLmLoader
+from oarlock.plugins import models, tokenizer
+from oarlock.plugins.models import MlxLmLoader
+from oarlock.plugins.tokenizer import HFTokenizer
 
 CONFIG = {
     "model_type": "llama",
@@ -279,7 +280,7 @@ def test_a_hub_that_does_not_answer_is_not_found(monkeypatch):
 # --- tokenizers -----------------------------------------------------------------------------------------------
 
 
-EOS_IDS = models.eos_ids
+EOS_IDS = tokenizer.eos_ids
 EOS_CASES = pytest.mark.parametrize(
     ("config", "generation", "ids"),
     [
@@ -361,7 +362,7 @@ def test_space_markers_of_byte_level_tokens_never_show(decoder):
 
 @pytest.mark.fault("N-11", twin=True)
 def test_its_twin_without_the_repair_is_caught(monkeypatch):
-    monkeypatch.setattr(models, "_repair_decoder", lambda _backend: None)
+    monkeypatch.setattr(tokenizer, "_repair_decoder", lambda _backend: None)
     with pytest.raises(AssertionError):
         test_space_markers_of_byte_level_tokens_never_show(decoders.Fuse())
 

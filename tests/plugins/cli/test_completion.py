@@ -65,26 +65,26 @@ def types(tmp_path, invoke, distribution):
 def test_bash_completes_commands_options_and_values(types):
     """Ours and a plugin's; a plugin that is broken, and every warning, stay off the line."""
     said = types(
-        "oarlock s",
+        "oarlock sa",
         "oarlock doctor --js",
         "oarlock completion ",
         "oarlock generate somewhere --dtype b",
         "oarlock salute --",
         "oarlock salute --tongue d",
         "oarlock --disable-plugin salu",
-        "oarlock --disable-plugin hello s",
+        "oarlock --disable-plugin hello sa",
         "oarlock generate ./mo",
     )
     assert said.pop("compopt -o default") == ""
     assert {line.removeprefix("oarlock "): offered for line, offered in said.items()} == {
-        "s": "salute",
+        "sa": "salute",
         "doctor --js": "--json",
         "completion ": "bash zsh fish",
         "generate somewhere --dtype b": "bfloat16",
         "salute --": "--loud --tongue --help",
         "salute --tongue d": "danish dutch",
         "--disable-plugin salu": "saluter",
-        "--disable-plugin hello s": "",
+        "--disable-plugin hello sa": "",
         "generate ./mo": "",  # bash's own files
     }
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from oarlock.core import Request
 from oarlock.core.engine import Engine
 from oarlock.core.testing import models
-from oarlock.plugins.models import HFTokenizer
+from oarlock.plugins.tokenizer import HFTokenizer
 
 WORDS = ['{"name":"value","count":12}', "the quick brown fox", "true false null", "größe 名前 🙂"]
 VOCABULARY = 320
