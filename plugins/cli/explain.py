@@ -20,7 +20,7 @@ _LAYER = "layer "
     short_help="Show what a model is bound to, and why.",
     epilog="Example: oarlock explain smollm2 --set layouts.layers.0-3=full",
 )
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @engine_options
 @click.option("--verify", is_flag=True, help="Run the bind probe even where the config turns it off, and show it.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object; layers are not grouped in it.")

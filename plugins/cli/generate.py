@@ -44,7 +44,7 @@ class Prompt:
     short_help="Answer one or more prompts.",
     epilog="Example: oarlock generate smollm2 'Name three rivers.' 'What is 7 times 8?' --max-tokens 40",
 )
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @click.argument("prompts", nargs=-1, metavar="PROMPT...")
 @click.option("--chat/--raw", default=None, help="Prompts as chat turns (where there is a template), or as they are.")
 @click.option("--system", help="System message of every chat.")

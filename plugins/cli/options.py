@@ -35,7 +35,7 @@ def engine_options(command: Command) -> Command:
     """Give a command the options of `engine_config`."""
     return _all(
         command,
-        click.option("--config", metavar="FILE", help="An oarlock.toml."),
+        click.option("--config", type=click.Path(), metavar="FILE", help="An oarlock.toml."),
         click.option(
             "--set",
             "settings",

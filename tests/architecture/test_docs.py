@@ -31,7 +31,7 @@ def code_blocks(text, language):
 def table(text, title):
     """Return the names in the first column of the table whose header begins with `title`."""
     match = re.search(rf"^\| *{title} *\|.*\n\|[-| :]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert match, f"README.md has no table that begins with {title!r}"
+    assert match, f"the page has no table that begins with {title!r}"
     return {re.match(r"\| *`?([\w-]+)`? *\|", line)[1] for line in match[1].splitlines()}
 
 
@@ -91,6 +91,12 @@ def test_the_twelve_line_plugin_runs(root, page, capsys):
 def test_the_readme_tables_match_the_registries(built_in, readme, kind):
     """What the README lists is what is registered, name by name."""
     assert table(readme, kind) == set(built_in.of(kind).names())
+
+
+def test_the_page_on_installing_lists_every_extra(root):
+    """And no other."""
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert table((root / "docs/installing.md").read_text(), "extra") == set(extras)
 
 
 def test_the_readme_example_is_short(readme):

@@ -66,7 +66,7 @@ def _workload(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(
     short_help="Measure a model on this machine.", epilog="Example: oarlock bench smollm2 --rows 1,4 --against mlx-lm"
 )
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @_workload
 @engine_options
 @click.option("--trace", is_flag=True, help="Show where the time of a step goes while prompts arrive beside rows.")

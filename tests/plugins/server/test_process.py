@@ -74,6 +74,23 @@ def test_it_serves_on_this_machine_alone_and_a_signal_ends_it_well(named, with_s
     assert not any("Traceback" in line or "error" in line.lower() for line in server.said), server.said
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.fault("J-06")
+def test_an_idle_server_is_idle(named):
+    """After one request: hardly any time of a processor, and the next one is answered."""
+    with Process(named) as server:
+        assert server.wire.post(CHAT, json=SAY).status_code == 200
+        before = processor_seconds(server.process.pid)
+        time.sleep(3)
+        assert processor_seconds(server.process.pid) - before < 0.15
+        assert server.wire.post(CHAT, json=SAY).status_code == 200
+
+
+def processor_seconds(process):
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_key_comes_from_the_environment(named):
     with Process(named, OARLOCK_API_KEY="secret") as server:
         assert server.wire.get("/v1/models").status_code == 401
