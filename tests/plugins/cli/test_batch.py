@@ -372,6 +372,8 @@ def test_two_runs_do_not_write_one_file(tiny, start, invoke, tmp_path, files):
 class Idle:
     """An engine whose rows end one a step, with a queue that is full at times."""
 
+    closed = False
+
     def __init__(self, max_batch=2, max_queued=3, steps=()):
         scheduler = types.SimpleNamespace(max_batch=max_batch, max_queued=max_queued)
         self.bound = types.SimpleNamespace(config=types.SimpleNamespace(scheduler=scheduler))
@@ -432,6 +434,14 @@ def test_a_failing_step_rejects_its_rows_and_the_rest_go_on():
     drive(engine, jobs([], "abcdef"), lambda job, outcome: seen.update({job.request.prompt: outcome}))
     kinds = [type(seen[name]).__name__ for name in "abcdef"]
     assert kinds == ["RuntimeError"] * 3 + ["Result"] * 3
+
+
+def test_nothing_is_asked_of_an_engine_that_an_error_has_closed():
+    """Every line that is left would get an error of its own."""
+    engine = Idle(steps=[(3, RuntimeError("lost"))])
+    engine.closed = True
+    with pytest.raises(RuntimeError, match="lost"):
+        drive(engine, jobs([], "abcdef"), lambda job, outcome: None)
 
 
 def test_an_error_that_nobody_gets_is_raised():

@@ -279,7 +279,7 @@ def test_no_option_is_without_effect(invoke, monkeypatch, option, value, read):
     seen = []
 
     @contextlib.contextmanager
-    def opened(model, config):
+    def opened(model, config, group):
         def submit(request, events):
             seen.extend([request, config])
             raise QueueEnd

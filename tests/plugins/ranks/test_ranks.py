@@ -113,7 +113,7 @@ LONG = [{"id": str(n), "prompt": "oars " * (n + 1), "max_tokens": 3000, "ignore_
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.long), 1], ids=["leader", "follower"])
 def test_a_killed_rank_ends_the_other_within_ten_seconds(ranks, even, tmp_path, killed):
     """With a clear error; and its checkpoints are there for the next run, which ends with the answers of one process."""
-    kept = [{**line, "max_tokens": 200} for line in LONG]
+    kept = [{**line, "max_tokens": 600} for line in LONG]
     checkpoints = ["--checkpoint", "kept", "--checkpoint-interval", "16"]
     command = ["batch", written(tmp_path, kept), "-o", "out.jsonl", "--model", even, "--ranks", *checkpoints, *OPTIONS]
     with ranks(2, *command) as group:
