@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
 import click
 
-from oarlock.core.errors import OarlockError
+from oarlock.core.errors import OarlockError, RankLost, ScheduleDiverged
 from oarlock.plugins.cli.console import note, one_line
 
 INTERRUPTED = 130
@@ -31,6 +32,10 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         note("interrupted")
         raise click.exceptions.Exit(INTERRUPTED) from None
+    except (RankLost, ScheduleDiverged) as error:
+        note(f"Error: {one_line(error)}")
+        sys.stdout.flush()
+        os._exit(1)  # what the ranks were connected by may wait for ever for one that is gone
     except OarlockError as error:
         if traceback:
             raise

@@ -12,6 +12,7 @@ from oarlock.core.config import EngineConfig
 from oarlock.core.errors import UnsupportedFeature
 from oarlock.core.journaled import JournaledEngine
 from oarlock.plugins.ranks.group import Ranks
+from oarlock.plugins.ranks.lifeline import tie
 from oarlock.plugins.ranks.sharding import shard, weight_bytes
 
 
@@ -27,9 +28,11 @@ def open_ranks(
     source: str, group: Any, *, config: EngineConfig, plugins: Sequence[Any] = (), say: Callable[[str], None] = print
 ) -> JournaledEngine:
     """Load this rank's part of a model and bind it; ``say`` is told how large that is."""
+    ranks = Ranks(group)
     engine = JournaledEngine.open(
-        source, journal=Ranks(group), prepare=partial(shard, source, group=group), config=config, plugins=plugins
+        source, journal=ranks, prepare=partial(shard, source, group=group), config=config, plugins=plugins
     )
+    tie(engine, ranks)
     total, whole = weight_bytes(engine.bound.model)
     part = total - whole
     say(

@@ -26,13 +26,9 @@ load_harness()
 def tools():
     from harness.instruments import instruments
 
-    from oarlock.core import manager
-
     gc.collect()
     gc.freeze()  # what lives now is not looked through again after each schedule
-    found = manager.discover()
-    with instruments() as tools, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "discover", lambda: found)  # what is installed stays the same over thousands of engines
+    with instruments() as tools:
         yield tools
     gc.unfreeze()
     gc.collect()

@@ -35,7 +35,7 @@ TEXTS = "[...document.querySelectorAll('.answer .text')].map((each) => each.text
 @pytest.fixture(scope="module")
 def long_winded(serve, talkative):
     """A server whose answers never end early, so that they can be watched."""
-    with serve(talkative, defaults={"temperature": 0.8}) as box:
+    with serve(talkative, defaults={"temperature": 0.8, "ignore_eos": True}) as box:
         yield box
 
 
