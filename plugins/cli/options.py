@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -145,11 +146,11 @@ def followed(model: str, config: EngineConfig, ranks: bool) -> Any:
     require_mlx()
     from oarlock.plugins.ranks.opening import join, open_ranks
 
-    group = join()
-    if group.rank() > 0:
-        open_ranks(model, group, config=config, say=note).follow()
+    launched = join(os.environ.get("MLX_HOSTFILE", ""))
+    if not launched.leads:
+        open_ranks(model, launched, config=config, say=note).follow()
         raise click.exceptions.Exit(0)
-    return group
+    return launched
 
 
 @contextlib.contextmanager

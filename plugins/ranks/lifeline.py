@@ -25,21 +25,21 @@ JOIN = 30.0
 """Seconds in which all ranks must have connected."""
 
 
-def tie(engine: JournaledEngine, ranks: Ranks) -> None:
+def tie(engine: JournaledEngine, ranks: Ranks, hosts: str) -> None:
     """Connect this rank with the leading one; if either process goes before its engine is closed, the other ends.
 
-    Does nothing where the backend names no address of the leading rank: what starts its processes ends them too.
+    ``hosts`` is the path of the ring's host file, whose first address is the leading rank's. Does nothing without one:
+    what starts the processes of other backends ends them too.
     """
-    ends = _lead(ranks) if ranks.leads else _follow(ranks)
+    ends = _lead(ranks, _leading_host(hosts)) if ranks.leads else _follow(ranks)
     for end in ends:
         end.settimeout(None)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         threading.Thread(target=_watch, args=(end, engine, ranks), name="oarlock-lifeline", daemon=True).start()
 
 
-def _lead(ranks: Ranks) -> list[socket.socket]:
+def _lead(ranks: Ranks, host: str | None) -> list[socket.socket]:
     """Listen on this rank's own address, tell the others, and return their connections; a stranger's is closed."""
-    host = _leading_host()
     if host is None:
         ranks.share(json.dumps(None))
         return []
@@ -68,12 +68,11 @@ def _follow(ranks: Ranks) -> list[socket.socket]:
     return [end]
 
 
-def _leading_host() -> str | None:
+def _leading_host(hosts: str) -> str | None:
     """Return the address of rank 0 as the ring's host file has it."""
-    file = os.environ.get("MLX_HOSTFILE", "")
-    if not file or not Path(file).exists():
+    if not hosts or not Path(hosts).exists():
         return None
-    first = json.loads(Path(file).read_text(encoding="utf-8"))[0]
+    first = json.loads(Path(hosts).read_text(encoding="utf-8"))[0]
     return str((first[0] if isinstance(first, list) else first).rpartition(":")[0])
 
 
