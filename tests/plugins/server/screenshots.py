@@ -44,7 +44,7 @@ def take(browser, url, width, height, scheme, rows) -> bytes:
         page.evaluate(f"document.getElementById('rows').value = {rows}")
         page.type(PROMPT)
         page.press("Enter")
-        page.until(f"{TEXTS}.length === {rows} && {TEXTS}.every((each) => each > 120)", seconds=120)
+        page.until(f"{TEXTS}.length === {rows} && {TEXTS}.every((each) => each > 60)", seconds=60)
         page.until(f"[...document.querySelectorAll('.phase.decode')].length === {rows}")
         page.evaluate("window.scrollTo(0, 0)")
         return page.screenshot()
