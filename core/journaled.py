@@ -183,7 +183,8 @@ class JournaledEngine(Engine):
         return {**super().stats(), "schedule_hash": self._digest.hex()}
 
     def _waiting(self) -> int:
-        return super()._waiting() + sum("submit" in event for event, _ in self._outbox)
+        with self._driver.mutex:
+            return super()._waiting() + sum("submit" in event for event, _ in self._outbox)
 
     # --- what is done, on the driving thread -------------------------------------------------------------
 
@@ -263,4 +264,6 @@ class JournaledEngine(Engine):
         if facts or rows or group.log.left:
             text = json.dumps([facts, rows, counts])
             self._digest = hashlib.blake2b(self._digest + text.encode(), digest_size=16).digest()
-        self._rows = {name: row for name, row in self._rows.items() if row.outcome is None}
+        with self._driver.mutex:  # other threads submit meanwhile
+            for name in [name for name, row in self._rows.items() if row.outcome is not None]:
+                del self._rows[name]
