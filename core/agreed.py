@@ -23,7 +23,7 @@ class AgreedStateCache:
         """Ask all ranks whether the leading one stores checkpoints."""
         self._store, self._journal = store, journal
         self.name, self.persists = store.name, store.persists
-        self.resumes: bool = json.loads(journal.share(json.dumps(store.resumes) if journal.leads else None))
+        self.resumes: bool = self._agreed(store.resumes)
 
     def __getattr__(self, name: str) -> Any:
         """Return what is each rank's own."""
@@ -37,8 +37,12 @@ class AgreedStateCache:
     def resume(self, key: Mapping[str, str]) -> Checkpoint | None:
         """Return what the leading rank stored."""
         found = self._store.resume(key) if self._journal.leads else None
-        told = json.loads(self._journal.share(json.dumps(found and _plain(found)) if self._journal.leads else None))
+        told = self._agreed(found and _plain(found))
         return None if told is None else _read(told)
+
+    def _agreed(self, mine: Any) -> Any:
+        """Return the leading rank's value, which is plain data."""
+        return json.loads(self._journal.share(json.dumps(mine) if self._journal.leads else None))
 
     def discard(self, key: Mapping[str, str]) -> None:
         """Forget a request, on the leading rank."""
@@ -47,16 +51,11 @@ class AgreedStateCache:
 
 
 def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
-    logprobs = [[each.token, each.logprob, each.top] for each in checkpoint.logprobs]
+    logprobs = [attrs.astuple(each) for each in checkpoint.logprobs]
     kept = {"seed": checkpoint.seed, "tokens": checkpoint.tokens, "cached_tokens": checkpoint.cached_tokens}
     return {**kept, "logprobs": logprobs}
 
 
 def _read(told: Mapping[str, Any]) -> Checkpoint:
-    logprobs = [
-        Logprob(token=token, logprob=logprob, top=tuple((a, b) for a, b in top))
-        for token, logprob, top in told["logprobs"]
-    ]
-    return Checkpoint(
-        seed=told["seed"], tokens=tuple(told["tokens"]), logprobs=tuple(logprobs), cached_tokens=told["cached_tokens"]
-    )
+    lists = {"tokens": tuple(told["tokens"]), "logprobs": tuple(map(Logprob.of, told["logprobs"]))}
+    return Checkpoint(seed=told["seed"], cached_tokens=told["cached_tokens"], **lists)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from oarlock.core.driver import Driver
-from oarlock.core.errors import StepInsideStep, WrongThread
+from oarlock.core.errors import OarlockError, StepInsideStep, WrongThread
 
 _LOOK_UP = 1.0  # seconds after which a waiting thread looks whether the driving one is still alive
 
@@ -16,6 +16,8 @@ _LOOK_UP = 1.0  # seconds after which a waiting thread looks whether the driving
 class Driven(abc.ABC):
     """The first thread that steps drives from then on; one that has ended drives no more."""
 
+    lost: OarlockError | None = None
+    """What ended the engine, where that was not a close."""
     _driver: Driver
     _owner: threading.Thread | None = None
     _stepping = False

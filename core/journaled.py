@@ -72,8 +72,6 @@ class JournaledEngine(Engine):
         return self
 
     def _prepare(self, journal: Journal) -> None:
-        self.lost: OarlockError | None = None
-        """What ended the engine, where it was not closed."""
         self._journal = journal
         self._time = time.monotonic()
         self._outbox: deque[tuple[Mapping[str, Any], Row | BaseException | None]] = deque()
@@ -83,25 +81,21 @@ class JournaledEngine(Engine):
     def _settled(self, config: Config) -> EngineConfig:
         """Return the configuration, refusing what ranks cannot agree on. Directories are the leader's."""
         settings = EngineConfig.load(config)
-        refused = {
-            "scheduler.stall_bound_ms": (
-                settings.scheduler.stall_bound_ms,
-                0,
-                "0 where a journal drives: it measures time",
+        scheduler, disk, adapters = settings.scheduler, settings.state_cache.disk, dict(settings.adapters.named)
+        budget = scheduler.kv_budget
+        for key, got, wrong, allowed in (
+            (
+                "scheduler.stall_bound_ms",
+                scheduler.stall_bound_ms,
+                scheduler.stall_bound_ms != 0,
+                "0: it measures time",
             ),
-            "state_cache.disk": (
-                settings.state_cache.disk,
-                "",
-                '"" where a journal drives: ranks would read at other times',
-            ),
-            "adapters": (dict(settings.adapters.named), {}, "none where a journal drives"),
-        }
-        for key, (got, allowed, why) in refused.items():
-            if got != allowed:
-                raise InvalidConfigValue(key, got, why)
-        if isinstance(settings.scheduler.kv_budget, float):
-            key = "scheduler.kv_budget"
-            raise InvalidConfigValue(key, settings.scheduler.kv_budget, "bytes where a journal drives: memories differ")
+            ("scheduler.kv_budget", budget, isinstance(budget, float), "bytes: memories differ"),
+            ("state_cache.disk", disk, disk != "", '"": ranks would read at other times'),
+            ("adapters", adapters, bool(adapters), "none"),
+        ):
+            if wrong:
+                raise InvalidConfigValue(key, got, f"where a journal drives, {allowed}")
         return settings if self._journal.leads else settings.updated({"state_cache": {"checkpoints": ""}})
 
     def _start(self, *given: Any, **facts: Any) -> None:

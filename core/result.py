@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import attrs
 
@@ -22,6 +24,12 @@ class Logprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, stored: Sequence[Any]) -> Logprob:
+        """Return what `attrs.astuple` has made plain, after JSON."""
+        token, logprob, top = stored
+        return cls(token=token, logprob=logprob, top=tuple((other, value) for other, value in top))
 
 
 @attrs.frozen(kw_only=True)

@@ -146,14 +146,16 @@ class MlxLmLoader:
         except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
             msg = f"mlx-lm cannot load it: {one_line(error)}"
             raise errors.UnsupportedModel(source, msg) from error
+        advice = path / "generation_config.json"
+        generation = json.loads(advice.read_text(encoding="utf-8")) if advice.exists() else {}
         files = [path / "config.json", *path.glob("model*.safetensors")]
         return LoadedModel(
             model=model,
-            tokenizer=_load_tokenizer(source, path, config),
+            tokenizer=_load_tokenizer(source, path, eos_ids(config) | eos_ids(generation)),
             identity=fingerprint(files, str(kind)),
             model_type=config["model_type"],
             positions=_positions(config),
-            sampling=_advised(path / "generation_config.json"),
+            sampling=_advised(generation),
         )
 
 
@@ -192,7 +194,7 @@ def _read_json(source: str, path: Path) -> dict[str, Any]:
     return config
 
 
-def _load_tokenizer(source: str, path: Path, config: Mapping[str, Any]) -> HFTokenizer | None:
+def _load_tokenizer(source: str, path: Path, ends: frozenset[int]) -> HFTokenizer | None:
     if not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         return None
     from mlx_lm.utils import load_tokenizer
@@ -202,20 +204,15 @@ def _load_tokenizer(source: str, path: Path, config: Mapping[str, Any]) -> HFTok
     except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
         msg = f"its tokenizer cannot be read: {one_line(error)}"
         raise errors.UnsupportedModel(source, msg) from error
-    generation = path / "generation_config.json"
-    ends = eos_ids(config)
-    if generation.exists():
-        ends |= eos_ids(json.loads(generation.read_text(encoding="utf-8")))
     return HFTokenizer(tokenizer, ends)
 
 
 _ADVICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def _advised(path: Path) -> dict[str, Any]:
+def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a model's makers advise to draw; nothing where they do not, or advise not to draw."""
-    advice = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not isinstance(advice, dict) or not advice.get("do_sample"):
+    if not advice.get("do_sample"):
         return {}
     return {name: advice[name] for name in _ADVICE if advice.get(name) is not None}
 

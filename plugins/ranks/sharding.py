@@ -24,15 +24,16 @@ def shard(source: str, model: Any, group: Any) -> None:
     if not callable(getattr(model, "shard", None)):
         msg = f"{type(model).__module__} has no shard(), so it cannot be split over {size} ranks"
         raise UnsupportedModel(source, msg)
-    for name, count in sorted(set(_counts(model))):
+    counts = sorted(set(_counts(model)))
+    for name, count in counts:
         if count % size:
-            sizes = ", ".join(str(n) for n in range(1, count + 1) if all(c % n == 0 for _, c in set(_counts(model))))
-            heads = ", ".join(f"{c} {n}" for n, c in sorted(set(_counts(model))))
+            sizes = ", ".join(str(n) for n in range(1, count + 1) if all(c % n == 0 for _, c in counts))
+            heads = ", ".join(f"{c} {n}" for n, c in counts)
             msg = f"{count} {name} cannot be split over {size} ranks (it has {heads}); allowed: {sizes} ranks"
             raise UnsupportedModel(source, msg)
     try:
         model.shard(group)
-    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:  # as models say what they cannot
         msg = f"it cannot be split over {size} ranks: {type(error).__name__}: {error}"
         raise UnsupportedModel(source, msg) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from oarlock.core.aio_handle import AsyncHandle
-from oarlock.core.result import Result, TokenEvent
+from oarlock.core.result import Result
 from oarlock.plugins.server import chat, completions
 from oarlock.plugins.server.failures import Refusal, refusal
 from oarlock.plugins.server.service import Service
@@ -99,24 +99,33 @@ async def _whole(
 
 
 async def _gather(service: Service, shape: Shape, rows: list[AsyncHandle]) -> dict[str, Any]:
-    results: list[Result | None] = [None] * len(rows)
+    results: list[Result] = []
+    async with contextlib.aclosing(_told(service, shape, rows, results)) as told:
+        async for _ in told:
+            pass
+    choices = [shape.whole(choice, result) for choice, result in enumerate(results)]
+    return shape.frame.around(choices, shape.frame.usage(results))
+
+
+async def _told(
+    service: Service, shape: Shape, rows: list[AsyncHandle], results: list[Result]
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yield what a stream says from the first token on, then put all ``results`` in order; raise what a row fails with."""
+    ended: dict[int, Result] = {}
     async with contextlib.aclosing(service.outcomes(rows)) as outcomes:
         async for choice, item in outcomes:
             if isinstance(item, Exception):
                 raise item
             if isinstance(item, Result):
-                results[choice] = item
+                ended[choice] = item
+                pieces = shape.end(choice, item)
             else:
-                shape.event(choice, item)
-                _stop_where_full(shape, choice, rows)
-    done = [result for result in results if result is not None]
-    choices = [shape.whole(choice, result) for choice, result in enumerate(done)]
-    return shape.frame.around(choices, shape.frame.usage(done))
-
-
-def _stop_where_full(shape: Shape, choice: int, rows: list[AsyncHandle]) -> None:
-    if shape.full(choice) and not rows[choice].done:
-        rows[choice].cancel()
+                pieces = shape.event(choice, item)
+                if shape.full(choice) and not rows[choice].done:
+                    rows[choice].cancel()
+            for piece in pieces:
+                yield piece
+    results.extend(ended[choice] for choice in range(len(rows)))
 
 
 async def _gone(receive: Receive) -> None:
@@ -156,40 +165,27 @@ class Stream(Response):
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for piece in self._pieces():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        shape = self.shape
-        results: list[Result | None] = [None] * len(self.rows)
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        shape, results = self.shape, list[Result]()
         try:
             for choice in range(len(self.rows)):
                 for piece in shape.start(choice):
                     yield _event(piece)
-            async with contextlib.aclosing(self.service.outcomes(self.rows)) as outcomes:
-                async for choice, item in outcomes:
-                    for piece in self._said(choice, item, results):
-                        yield _event(piece)
+            async with contextlib.aclosing(_told(self.service, shape, self.rows, results)) as told:
+                async for piece in told:
+                    yield _event(piece)
         except Exception as error:  # noqa: BLE001 - the stream has begun, so the error is told in it
             failed = refusal(error, self.names)
             _log.warning("stream_failed", status=failed.status, message=failed.message)
             yield _event(failed.body)
             return
         if shape.frame.with_usage:
-            yield _event(shape.frame.around([], shape.frame.usage([each for each in results if each is not None])))
-
-    def _said(
-        self, choice: int, item: TokenEvent | Result | Exception, results: list[Result | None]
-    ) -> list[dict[str, Any]]:
-        if isinstance(item, Exception):
-            raise item
-        if isinstance(item, Result):
-            results[choice] = item
-            return self.shape.end(choice, item)
-        pieces = self.shape.event(choice, item)
-        _stop_where_full(self.shape, choice, self.rows)
-        return pieces
+            yield _event(shape.frame.around([], shape.frame.usage(results)))
 
 
 def _event(piece: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from oarlock.plugins.server.answering import chat_endpoint, completions_endpoint, refused
-from oarlock.plugins.server.failures import Refusal
+from oarlock.plugins.server.failures import Refusal, not_served
 from oarlock.plugins.server.guard import Guard
 from oarlock.plugins.server.service import Service
 
@@ -26,6 +26,7 @@ PAGE_POLICY = (
 
 def create_app(service: Service, *, key: str = "", hosts: Sequence[str] = (), max_body: int = 10 << 20) -> Guard:
     """Return the ASGI application of a service; see `guard.Guard` for what it refuses."""
+    composition = service.engine.engine.bound.explain()  # a composition is fixed for the life of an engine
     page = files("oarlock.plugins.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def index(_: HTTPRequest) -> Response:
@@ -45,12 +46,11 @@ def create_app(service: Service, *, key: str = "", hosts: Sequence[str] = (), ma
     async def model(request: HTTPRequest) -> Response:
         name = request.path_params["name"]
         if name not in service.names:
-            message = f"model {name!r} is not served here; served: {', '.join(service.names)}"
-            return refused(Refusal(404, message, param="model", code="model_not_found"))
+            return refused(not_served(name, service.names))
         return JSONResponse(_model(name, service))
 
     async def status(_: HTTPRequest) -> Response:
-        return JSONResponse(_status(service))
+        return JSONResponse({**_status(service), "composition": composition})
 
     routes = [
         Route("/", index),
@@ -89,13 +89,11 @@ def _model(name: str, service: Service) -> dict[str, Any]:
 
 
 def _status(service: Service) -> dict[str, Any]:
-    """Return what the page shows: the rows, the engine's gauges, and what each layer is made of."""
-    stats = service.engine.stats()
+    """Return what changes of what the page shows: the rows, and the engine's gauges."""
     return {
         "model": service.name,
         "draining": service.draining,
         "max_batch": service.engine.engine.bound.config.scheduler.max_batch,
         "rows": service.board.rows(),
-        "stats": stats,
-        "composition": service.engine.engine.bound.explain(),
+        "stats": service.engine.stats(),
     }

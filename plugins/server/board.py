@@ -49,9 +49,9 @@ class Board:
         if (row := self._rows.get(name)) is not None:
             row.tokens += 1
 
-    def leave(self, name: str) -> Row | None:
+    def leave(self, name: str) -> None:
         """Take a request off the board."""
-        return self._rows.pop(name, None)
+        self._rows.pop(name, None)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows in the order in which they were submitted."""

@@ -158,5 +158,5 @@ async def _serve(
         app = create_app(service, **options)
         wire = uvicorn.Config(app, log_level="warning", lifespan="off", server_header=False)
         await DrainingServer(wire, service, drain_seconds).serve(sockets=[made])
-    if (lost := getattr(service.engine.engine, "lost", None)) is not None:
+    if (lost := service.engine.engine.lost) is not None:
         raise lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oarlock.core import errors
@@ -49,6 +49,12 @@ def unknown(param: str, known: tuple[str, ...]) -> Refusal:
     """Return the refusal of a field that no request has."""
     message = f"unknown field {param!r}{errors.did_you_mean(param, known)}; known: {', '.join(sorted(known))}"
     return Refusal(400, message, param=param, code="unknown_parameter")
+
+
+def not_served(name: str, served: Sequence[str]) -> Refusal:
+    """Return the refusal of a model's name that is none of those ``served``."""
+    message = f"model {name!r} is not served here; served: {', '.join(served)}"
+    return Refusal(404, message, param="model", code="model_not_found")
 
 
 def draining() -> Refusal:

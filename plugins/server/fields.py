@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oarlock.plugins.server.failures import Refusal, bad, unknown
+from oarlock.plugins.server.failures import Refusal, bad, not_served, unknown
 
 OWN = (
     "top_k",
@@ -130,11 +130,10 @@ def model_name(said: Mapping[str, Any], served: Sequence[str]) -> str:
     """Return which of the ``served`` names a request means. Raises a refusal with status 404 for another one."""
     name = said.get("model")
     if name is None:
-        message = "model is missing"
-        raise Refusal(400, f"{message}; allowed: {', '.join(served)}", param="model", code="missing_required_parameter")
+        message = f"model is missing; allowed: {', '.join(served)}"
+        raise Refusal(400, message, param="model", code="missing_required_parameter")
     if not isinstance(name, str):
         raise bad("model", name, f"names of models: {', '.join(served)}")
     if name not in served:
-        message = f"model {name!r} is not served here; served: {', '.join(served)}"
-        raise Refusal(404, message, param="model", code="model_not_found")
+        raise not_served(name, served)
     return name

@@ -176,13 +176,14 @@ async def open_service(
         opened = partial(open_ranks, source, group, config=settings, plugins=observers, say=_say)
         engine = await asyncio.to_thread(AsyncEngine.around, opened)
     metrics.watch(engine.stats)
+    tokenizer = engine.engine.tokenizer
     return Service(
         engine=engine,
         name=name,
         board=board,
         metrics=metrics,
         defaults={**engine.engine.advised, **(defaults or {})},
-        tool_format=tool_format or getattr(engine.engine.tokenizer, "tool_format", None),
+        tool_format=tool_format or (tokenizer.tool_format if isinstance(tokenizer, ToolTokenizer) else None),
         adapters=tuple(config.adapters.named) if config is not None else (),
     )
 

@@ -40,7 +40,7 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True ends the server."""
-        if getattr(self._service.engine.engine, "lost", None) is not None and not self._service.answering:
+        if self._service.engine.engine.lost is not None and not self._service.answering:
             self.should_exit = True  # other ranks are gone, and without them nothing can be answered
         elif self._service.draining and not self._service.answering:
             self.should_exit = True

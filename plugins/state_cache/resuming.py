@@ -61,13 +61,10 @@ class Checkpoints:
         if not found:
             return None
         best = max(found, key=lambda stored: (len(stored.tokens), sum(state.tokens for state in stored.states)))
-        logprobs = [
-            Logprob(token=t, logprob=p, top=tuple((a, b) for a, b in top)) for t, p, top in best.more["logprobs"]
-        ]
         return Checkpoint(
             seed=int(best.more["seed"]),
             tokens=best.tokens,
-            logprobs=tuple(logprobs),
+            logprobs=tuple(map(Logprob.of, best.more["logprobs"])),
             cached_tokens=int(best.more["cached_tokens"]),
             states=best.states,
         )

@@ -104,6 +104,19 @@ def wire(server):
         yield made
 
 
+@pytest.fixture(scope="session")
+def eventually():
+    """Wait until something holds, and assert it."""
+
+    def wait(what, seconds=10):
+        until = time.monotonic() + seconds
+        while not what() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert what()
+
+    return wait
+
+
 @pytest.fixture
 def settled():
     """Wait until a server has nothing left: no row, no answer, no cache of a running row."""

@@ -98,25 +98,18 @@ def test_a_key_comes_from_the_environment(named):
         assert "secret" not in "".join(server.said)
 
 
-def test_two_servers_share_a_directory(named, tmp_path):
+def test_two_servers_share_a_directory(named, tmp_path, eventually):
     """What one has computed of a prompt, the other reads: replicas behind a balancer."""
     options = ["--set", f"state_cache.disk={tmp_path}", "--set", "state_cache.publish_min_tokens=32"]
     with Process(named, *options) as one, Process(named, *options) as other:
         first = one.wire.post(CHAT, json={**SAY, "seed": 1}).json()
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        wait_for(lambda: list(tmp_path.rglob("*.safetensors")))
+        eventually(lambda: list(tmp_path.rglob("*.safetensors")), seconds=20)
         second = other.wire.post(CHAT, json={**SAY, "seed": 1}).json()
         assert second["choices"] == first["choices"]
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
         assert other.wire.get("/status").json()["stats"]["state_cache"]["disk_hits"] == 1
         assert one.end() == other.end() == 0
-
-
-def wait_for(what, seconds=20):
-    until = time.monotonic() + seconds
-    while not what() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert what()
 
 
 def test_the_makers_advice_holds_where_nobody_says_otherwise(serve, saved, tmp_path):

@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 
 import pytest
 
@@ -222,18 +221,18 @@ def test_a_foreign_host_is_refused(serve, talkative):
                 assert client.get("/health", headers={"host": host}).status_code == 200
 
 
-def test_health_and_metrics(wire):
+def test_health_and_metrics(wire, eventually):
     assert wire.get("/health").json() == {"status": "ok"}
     before = metric(wire, "oarlock_generated_tokens_total")
     usage = wire.post(CHAT, json=SAY).json()["usage"]
-    wait_for(lambda: metric(wire, "oarlock_generated_tokens_total") == before + usage["completion_tokens"])
+    eventually(lambda: metric(wire, "oarlock_generated_tokens_total") == before + usage["completion_tokens"])
     assert metric(wire, 'oarlock_http_responses_total{path="/v1/chat/completions",status="200"}') > 0
     wire.get("/no/such/path")
     assert metric(wire, 'oarlock_http_responses_total{path="other",status="404"}') > 0
     assert metric(wire, "oarlock_active_rows") == 0
 
 
-def test_the_status_shows_rows_gauges_and_layers(wire):
+def test_the_status_shows_rows_gauges_and_layers(wire, eventually):
     with wire.stream(
         "POST", CHAT, json={**SAY, "n": 2, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     ) as answer:
@@ -241,12 +240,12 @@ def test_the_status_shows_rows_gauges_and_layers(wire):
         for line in lines:
             if '"content":"' in line and '"content":""' not in line:
                 break
-        wait_for(lambda: [row["phase"] for row in wire.get("/status").json()["rows"]] == ["decode", "decode"])
-        wait_for(lambda: all(row["tokens"] > 1 for row in wire.get("/status").json()["rows"]))
+        eventually(lambda: [row["phase"] for row in wire.get("/status").json()["rows"]] == ["decode", "decode"])
+        eventually(lambda: all(row["tokens"] > 1 for row in wire.get("/status").json()["rows"]))
         status = wire.get("/status").json()
         assert status["stats"]["kv_bytes_by_layout"]["full"] == status["stats"]["kv_bytes"] > 0
         assert {"layer 0", "layer 1"} <= {line["part"] for line in status["composition"]}
-    wait_for(lambda: wire.get("/status").json()["rows"] == [])
+    eventually(lambda: wire.get("/status").json()["rows"] == [])
 
 
 def metric(wire, name):
@@ -254,13 +253,6 @@ def metric(wire, name):
         if line.startswith(f"{name} "):
             return float(line.rpartition(" ")[2])
     return 0.0
-
-
-def wait_for(what, seconds=10):
-    until = time.monotonic() + seconds
-    while not what() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert what()
 
 
 def test_curl_streams(server):
