@@ -7,12 +7,15 @@ name is not used.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
@@ -27,7 +30,7 @@ PAUSE = 60.0
 CLOCK_NS = 2_000_000_000
 """A directory that changed within this time may change again without another time of change, on a coarse clock."""
 ABANDONED = 3600.0
-"""Seconds after which what a process had begun to write and did not rename is taken away."""
+"""Seconds after which a file that was begun and not renamed is taken away, where no lock tells that its writer is gone."""
 
 
 class Directory:
@@ -46,6 +49,7 @@ class Directory:
         self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
         self.written = 0
         """Files that were written."""
+        self._sweep()
 
     def names(self) -> frozenset[str]:
         """Return the names of the files that are there, whoever wrote them; none where the directory is gone."""
@@ -115,18 +119,19 @@ class Directory:
         try:
             data = make()
             name = f"{prefix}-{digest(data)}"
-            part = self._path / f"{name}.{os.getpid()}.part"
+            part = self._path / f"{name}.{uuid.uuid4().hex}.part"
             try:
-                with part.open("wb") as file:
+                with _begun(part) as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                part.replace(self._file(name))
+                    part.replace(self._file(name))
             finally:
                 part.unlink(missing_ok=True)
             self.written += 1
             for other in {*replaced()} - {name, ""}:
                 self._unlink(self._file(other))
+            self._sweep()
             self._trim()
         except Exception as error:  # noqa: BLE001 - a disk; what was to be stored is lost, and nothing else
             if isinstance(error, OSError):
@@ -139,12 +144,15 @@ class Directory:
             with self._lock:
                 self._waiting -= nbytes
 
-    def _trim(self) -> None:
-        """Take away what was not used for longest while there is too much, and what others left half written."""
+    def _sweep(self) -> None:
+        """Take away what a process that is gone left half written."""
         for path in self._path.glob("*.part"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED:
+            with contextlib.suppress(OSError), path.open("rb") as file:  # it was renamed, or is still written
+                if _abandoned(file):
                     path.unlink()
+
+    def _trim(self) -> None:
+        """Take away what was not used for longest while there is too much."""
         files = sorted(self._files())
         total = sum(size for _, size, _ in files)
         for _, size, path in files:
@@ -166,3 +174,25 @@ class Directory:
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _begun(part: Path) -> BinaryIO:
+    """Make a file and open it to write, locked as long as it is open: so others see that somebody lives who writes it."""
+    while True:
+        file = part.open("xb")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another process swept it away before it was locked
+
+
+def _abandoned(file: BinaryIO) -> bool:
+    """Tell whether nobody writes an open file any more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED
+    return True

@@ -1,7 +1,13 @@
 """Prefixes on disk: they outlive the process, and no byte of them is used that is not the one that was written."""
 
+import fcntl
+import os
 import random
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -301,6 +307,55 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     thread.join()
     reading.close()
     assert (len(seen), wrong) == (60, [])
+
+
+def test_what_a_killed_process_began_is_swept_away(tmp_path):
+    """At the next start, however soon; what a living one writes stays, whoever looks."""
+    part = tmp_path / "prefix-1.part"
+    program = "import sys, time; from pathlib import Path; from oarlock.plugins.state_cache.disk import _begun\n"
+    program += "file = _begun(Path(sys.argv[1])); file.write(b'x'); file.flush(); print(flush=True); time.sleep(600)"
+    writer = subprocess.Popen([sys.executable, "-c", program, str(part)], stdout=subprocess.PIPE)
+    writer.stdout.readline()
+    Directory(tmp_path, 10**6).close()
+    assert part.exists()
+    writer.kill()
+    writer.communicate()
+    Directory(tmp_path, 10**6).close()
+    assert not part.exists()
+
+
+def test_without_locks_only_what_is_old_is_swept_away(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("oarlock.plugins.state_cache.disk.fcntl.flock", none)
+    new, old = tmp_path / "new.part", tmp_path / "old.part"
+    for path in (new, old):
+        path.write_bytes(b"x")
+    os.utime(old, (time.time() - 4000,) * 2)
+    directory = Directory(tmp_path, 10**6)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.part"]
+    assert directory.write("prefix", 4, lambda: b"data", list).result()
+    directory.close()
+    assert len(files(tmp_path)) == 1
+
+
+def test_what_is_swept_before_it_is_locked_is_begun_again(tmp_path, monkeypatch):
+    """Another process may look between the two."""
+    lock, swept = fcntl.flock, []
+
+    def late(file, how):
+        if not swept:
+            swept.append(file.name)
+            Path(file.name).unlink()
+        lock(file, how)
+
+    monkeypatch.setattr("oarlock.plugins.state_cache.disk.fcntl.flock", late)
+    directory = Directory(tmp_path, 10**6)
+    assert directory.write("prefix", 4, lambda: b"data", list).result()
+    directory.close()
+    assert len(swept) == 1
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
 
 
 def test_more_than_may_wait_is_not_stored(tmp_path, monkeypatch):
