@@ -1,6 +1,6 @@
 """Find plugins by their metadata, and load one in isolation. It does not choose which, and keeps none.
 
-Nothing of a plugin reaches the shared hook manager and registries before all of it is sound.
+Nothing of a plugin stays in the shared hook manager and registries unless all of it is sound.
 """
 
 from __future__ import annotations
@@ -82,14 +82,17 @@ def discover() -> list[Found]:
     found: list[Found] = []
     for distribution in importlib.metadata.distributions():
         try:
-            name, version = distribution.metadata["Name"], distribution.version
-            entries = set(distribution.entry_points.select(group=hookspecs.PROJECT))
+            if not distribution.entry_points.select(group=hookspecs.PROJECT):
+                continue  # before its name is read: to parse the metadata of all that is installed takes long
+            name = distribution.metadata["Name"]
+            if not name or fold(name) in seen:
+                continue
+            seen.add(fold(name))
+            first = importlib.metadata.distribution(name)
+            version, entries = first.version, set(first.entry_points.select(group=hookspecs.PROJECT))
         except Exception as error:  # noqa: BLE001 - the metadata of others may be half deleted or not parse
             log.warning("distribution_unreadable", distribution=str(distribution), error=repr(error))
             continue
-        if not name or fold(name) in seen:
-            continue
-        seen.add(fold(name))
         for entry in entries:
             info = PluginInfo(name=entry.name, distribution=name, version=version, value=entry.value)
             found.append(Found(entry, info))
@@ -105,7 +108,7 @@ def hook_manager() -> pluggy.PluginManager:
 
 @attrs.define
 class _Trial:
-    """One plugin on trial: nothing reaches the shared manager and registries before all of it is sound."""
+    """One plugin on trial: nothing of it stays in the manager and the registries unless all of it is sound."""
 
     name: str
     owner: str
@@ -125,18 +128,24 @@ class _Trial:
         """Check every hook, call those that register, then add everything, or raise and add nothing."""
         if any(self.plugin is other for other in manager.get_plugins()):
             return  # one object behind two entry points, or installed and passed as well
-        trial, scratch = hook_manager(), Registries()
-        _check_hooks(trial, self.name, self.owner, self.plugin)
-        trial.register(self.plugin, self.name)
-        for attribute in attrs.fields(Registries):
-            registry = getattr(scratch, attribute.name)
-            getattr(trial.hook, f"register_{attribute.name}")(register=self._register(registry.kind, registry.check))
+        _check_hooks(manager, self.name, self.owner, self.plugin)
         manager.register(self.plugin, self.owner)
         try:
+            self._collect(manager)
             registries.add_all(self.items, self.owner)
         except BaseException:
             manager.unregister(self.plugin)
             raise
+
+    def _collect(self, manager: pluggy.PluginManager) -> None:
+        """Call the hooks by which this plugin, and no other, registers."""
+        scratch = Registries()
+        for attribute in attrs.fields(Registries):
+            hook, registry = f"register_{attribute.name}", getattr(scratch, attribute.name)
+            others = [
+                each.plugin for each in getattr(manager.hook, hook).get_hookimpls() if each.plugin is not self.plugin
+            ]
+            manager.subset_hook_caller(hook, others)(register=self._register(registry.kind, registry.check))
 
     def _register(self, kind: str, check: Callable[[Any, str], str]) -> Callable[[Any], None]:
         def register(item: Any) -> None:

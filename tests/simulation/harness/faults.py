@@ -111,15 +111,17 @@ class Faults:
 
     def _guilty(self, cache, ids, fault: str) -> list[Plan | None]:
         """Return per line of ``ids`` the plan whose fault this forward reaches: a mixed one has a line for each token."""
-        if not any(plan.fault == fault for plan in self._suspects.values()):
-            return []
+        earliest = min((plan.at for plan in self._suspects.values() if plan.fault == fault), default=None)
+        reached = sides(cache, ids)
+        if earliest is None or all(max(held.tokens) + part.shape[1] <= earliest for held, part in reached):
+            return []  # nobody asks the arrays whose rows they hold: that takes longer than all the rest
         guilty = []
-        for held, part in sides(cache, ids):
+        for held, part in reached:
             width, lines = part.shape[1], part.size if part is not ids else len(part)
             for tag, start in zip(first_tokens(held, part), held.tokens, strict=True):
                 plan = self._suspects.get(tag)
-                reached = plan is not None and plan.fault == fault and start + width > plan.at
-                guilty += [plan if reached else None] * (lines // len(part))
+                meets = plan is not None and plan.fault == fault and start + width > plan.at
+                guilty += [plan if meets else None] * (lines // len(part))
         return guilty
 
     def _spoiled(self, cache, ids) -> list[bool] | None:

@@ -109,8 +109,7 @@ def sides(cache: Sequence, ids: mx.array) -> list[tuple]:
 
 def first_tokens(cache, ids: mx.array) -> list[int]:
     """Return the first prompt token of every row of a side: it says whose row it is."""
-    fresh, held = ids[:, 0].tolist(), cache.keys
-    if held is None:
-        return fresh
-    first = held[: len(fresh), 0, 0, 0].tolist()
-    return [int(old) if start else new for old, new, start in zip(first, fresh, cache.tokens, strict=True)]
+    begun = list(cache.tokens)
+    fresh = begun if all(begun) else ids[:, 0].tolist()
+    first = cache.keys[: len(begun), 0, 0, 0].tolist() if any(begun) else begun
+    return [int(old) if start else new for old, new, start in zip(first, fresh, begun, strict=True)]
