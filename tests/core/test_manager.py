@@ -241,6 +241,17 @@ def test_one_distribution_seen_twice_counts_once(site, tmp_path, monkeypatch):
 
 
 @pytest.mark.fault("Q-06")
+def test_a_version_that_another_hides_counts_for_nothing(site, tmp_path, monkeypatch):
+    """The first on the path has no plugin, so nothing of the second is found, though it has one."""
+    site("double", "1.0", a=POLICY + "NAMES = ['old']")
+    site("Double", "2.0", where=tmp_path / "before").joinpath("entry_points.txt").unlink()
+    monkeypatch.syspath_prepend(tmp_path / "before")
+    plugins, lines = build()
+    assert third_party(plugins) == {}
+    assert lines == []
+
+
+@pytest.mark.fault("Q-06")
 def test_one_object_behind_two_entry_points_is_fine(site):
     """It is registered once, and both are active."""
     info = site("twice", a=POLICY + "NAMES = ['one']")
