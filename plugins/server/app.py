@@ -8,9 +8,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from oarlock.plugins.server.answering import chat_endpoint, completions_endpoint, refused
 from oarlock.plugins.server.failures import Refusal, not_served
@@ -24,8 +26,18 @@ PAGE_POLICY = (
 """The page loads nothing from anywhere and asks this server only."""
 
 
-def create_app(service: Service, *, key: str = "", hosts: Sequence[str] = (), max_body: int = 10 << 20) -> Guard:
-    """Return the ASGI application of a service; see `guard.Guard` for what it refuses."""
+def create_app(
+    service: Service,
+    *,
+    key: str = "",
+    hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    max_body: int = 10 << 20,
+) -> ASGIApp:
+    """Return the ASGI application of a service; see `guard.Guard` for what it refuses.
+
+    ``origins`` are those of web pages whose scripts may ask and read the answers, "*" all; browsers keep the others out.
+    """
     composition = service.engine.engine.bound.explain()  # a composition is fixed for the life of an engine
     page = files("oarlock.plugins.server").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -64,7 +76,16 @@ def create_app(service: Service, *, key: str = "", hosts: Sequence[str] = (), ma
     ]
     paths = [route.path for route in routes]
     inner = Starlette(routes=routes, exception_handlers=_handlers(paths))
-    return Guard(app=inner, service=service, paths=paths, key=key, hosts=tuple(hosts), max_body=max_body)
+    guard = Guard(app=inner, service=service, paths=paths, key=key, hosts=tuple(hosts), max_body=max_body)
+    if not origins:
+        return guard
+    return CORSMiddleware(  # before the guard: browsers ask first whether they may ask, and without a key
+        guard,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["retry-after"],
+    )
 
 
 def _handlers(paths: Sequence[str]) -> dict[Any, Callable[[HTTPRequest, Exception], Awaitable[Response]]]:

@@ -33,6 +33,12 @@ DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 @click.option("--name", help="The model's name for clients; else the last part of MODEL.")
 @click.option("--api-key", envvar="OARLOCK_API_KEY", show_envvar=True, help="Clients must send it as a bearer token.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="Answer to this Host header as well (repeatable).")
+@click.option(
+    "--allow-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let scripts of such web pages ask: https://... (repeatable).",
+)
 @click.option("--max-body", default=10 << 20, show_default=True, type=click.IntRange(1), help="Most bytes of a body.")
 @click.option(
     "--drain-seconds", default=60.0, show_default=True, type=click.FloatRange(0), help="Longest wait at SIGTERM."
@@ -54,6 +60,7 @@ def serve(
     name: str | None,
     api_key: str | None,
     allow_host: tuple[str, ...],
+    allow_origin: tuple[str, ...],
     max_body: int,
     drain_seconds: float,
     tool_parser: str | None,
@@ -74,7 +81,10 @@ def serve(
         note(f"warning: {text}")
     if not _is_loopback(host) and not api_key:
         note("warning: whoever reaches this machine can use the model; set a key with OARLOCK_API_KEY")
-    options = {"key": api_key or "", "hosts": _hosts(host, allow_host), "max_body": max_body}
+    if "*" in allow_origin and not api_key:
+        note("warning: every web page that is open here can use the model; set a key with OARLOCK_API_KEY")
+    hosts = _hosts(host, allow_host)
+    options = {"key": api_key or "", "hosts": hosts, "origins": _origins(allow_origin), "max_body": max_body}
     name = name or Path(model).name.removesuffix(".gguf") or model
     config = engine_config(**given)
     group = followed(model, config, ranks)
@@ -97,6 +107,16 @@ def _hosts(host: str, more: tuple[str, ...]) -> tuple[str, ...]:
     from oarlock.plugins.server.guard import LOOPBACK
 
     return (*LOOPBACK, *more) if _is_loopback(host) else ()
+
+
+def _origins(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return origins as browsers send them: what differs from that would never be allowed."""
+    for origin in given:
+        scheme, _, rest = origin.partition("://")
+        if origin != "*" and (not scheme or not rest or "/" in rest or origin != origin.lower()):
+            msg = f"--allow-origin is {origin!r}; allowed: '*', and a scheme and a host in small letters, as http://localhost:3000"
+            raise click.UsageError(msg)
+    return given
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -44,6 +44,33 @@ def test_without_the_key_nothing_is_answered_but_the_page_and_health(small, head
     assert small.wire.post(CHAT, json={**SAY, "max_tokens": 1}).status_code == 200
 
 
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+
+
+def test_scripts_of_named_web_pages_may_ask(serve, talkative):
+    """A browser asks first, and without the key; then it asks with it, and hands the answer on only where it is told to."""
+    ours = "http://localhost:3000"
+    with (
+        serve(talkative, key="secret", origins=(ours,)) as box,
+        httpx.Client(base_url=box.url, timeout=60, trust_env=False) as client,
+    ):
+        for origin, status in ((ours, 200), ("http://elsewhere.example", 400)):
+            asked = client.options(CHAT, headers={"origin": origin, **PREFLIGHT})
+            headers = {"origin": origin, "authorization": "Bearer secret"}
+            answer = client.post(CHAT, json={**SAY, "max_tokens": 1}, headers=headers)
+            allowed = [each.headers.get("access-control-allow-origin") for each in (asked, answer)]
+            assert allowed == [origin if origin == ours else None] * 2
+            assert (asked.status_code, answer.status_code) == (status, 200)
+        assert client.post(CHAT, json=SAY, headers={"origin": ours}).status_code == 401
+
+
+def test_scripts_of_other_web_pages_are_kept_out(small):
+    headers = {"origin": "http://localhost:3000"}
+    assert small.wire.options(CHAT, headers={**headers, **PREFLIGHT}).status_code == 405
+    answer = small.wire.post(CHAT, json={**SAY, "max_tokens": 1}, headers=headers)
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
 def test_the_official_client_reads_the_refusal(small):
     client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError):
@@ -175,6 +202,8 @@ def test_a_port_that_is_taken_is_said(talkative, invoke_serve):
     ("options", "said"),
     [
         (["--tool-parser", "os"], "json_tools"),
+        (["--allow-origin", "localhost:3000"], "a scheme and a host"),
+        (["--allow-origin", "http://localhost:3000/page"], "a scheme and a host"),
         (["--temperature", "-1"], "temperature"),
         (["--port", "70000"], "70000"),
         (["--drain-seconds", "-1"], "-1"),
