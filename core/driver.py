@@ -67,7 +67,7 @@ class Driver(Mailbox):
         self._preparation: PrefillCohort | None = None
         self._key: GroupKey | None = None
 
-    def contain_nothing(self, contained: Callable[..., AbstractContextManager[None]]) -> None:
+    def contain_by(self, contained: Callable[..., AbstractContextManager[None]]) -> None:
         """Let ``contained`` stand where errors of the device are contained: see `Rebuild.contained`."""
         self._contained = contained
 

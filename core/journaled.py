@@ -100,7 +100,7 @@ class JournaledEngine(Engine):
 
     def _start(self, *given: Any, **facts: Any) -> None:
         super()._start(*given, **facts)
-        self._driver.contain_nothing(fail_together)
+        self._driver.contain_by(fail_together)
         self._refuse_measuring(self.bound.method)
 
     def _clock(self) -> float:
