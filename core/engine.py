@@ -31,6 +31,7 @@ from oarlock.core.request import Request
 from oarlock.core.result import TokenEvent
 from oarlock.core.row import Row
 from oarlock.core.scheduler import Scheduler, Turn
+from oarlock.core.submissions import Submissions
 
 _log = structlog.get_logger(__name__)
 Config = EngineConfig | Mapping[str, Any] | str | PathLike[str] | None
@@ -157,12 +158,11 @@ class Engine(Driven):
         More of them than the queue takes are submitted as it empties. The first failed row's error is raised after
         all are done; with ``return_errors`` the exception stands in the result's place.
         """
-        handles: list[Handle] = []
-        waiting = deque(requests)
-        while waiting or not all(handle.done for handle in handles):
-            self._feed(waiting, handles)
-            self._advance(lambda: all(handle.done for handle in handles))
-        outcomes = [handle.outcome for handle in handles]
+        given = Submissions(requests, self.submit)
+        while not given.done:
+            given.feed(self._takes)
+            self._advance(lambda: given.done)
+        outcomes = given.outcomes
         for outcome in () if return_errors else outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -174,21 +174,20 @@ class Engine(Driven):
         A failed row raises its error after the other rows' events; leaving the iterator cancels what still runs.
         """
         events: deque[TokenEvent] = deque()
-        handles: list[Handle] = []
-        waiting = deque(requests)
+        given = Submissions(requests, lambda request: self.submit(request, events=events.append))
         try:
-            while waiting or not all(handle.done for handle in handles):
-                self._feed(waiting, handles, events.append)
-                self._advance(lambda: bool(events) or all(handle.done for handle in handles))
+            while not given.done:
+                given.feed(self._takes)
+                self._advance(lambda: bool(events) or given.done)
                 while events:
                     yield events.popleft()
         finally:
-            for handle in handles:
+            for handle in given.handles:
                 if not handle.done:
                     handle.cancel()
-            while not all(handle.done for handle in handles):
+            while not all(handle.done for handle in given.handles):
                 self.step()
-        for handle in handles:
+        for handle in given.handles:
             handle.result()
 
     # --- driving ---------------------------------------------------------------------------------------------
@@ -272,13 +271,9 @@ class Engine(Driven):
 
     # --- inside ----------------------------------------------------------------------------------------------
 
-    def _feed(
-        self, waiting: deque[Request], handles: list[Handle], events: Callable[[TokenEvent], None] | None = None
-    ) -> None:
-        """Submit as many as the queue takes without turning one away."""
-        while waiting and self._waiting() < self.bound.config.scheduler.max_queued:
-            handles.append(self.submit(waiting[0], events=events))
-            waiting.popleft()
+    def _takes(self) -> bool:
+        """Whether the queue takes one more."""
+        return self._waiting() < self.bound.config.scheduler.max_queued
 
     def _clock(self) -> float:
         """Return seconds, as everything that decides by time sees them."""

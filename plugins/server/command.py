@@ -19,8 +19,39 @@ if TYPE_CHECKING:
     import socket
 
     from oarlock.core.config import EngineConfig
+    from oarlock.core.contracts.loader import ToolFormat
 
 DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+
+
+def _origins(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return origins as browsers send them: what differs from that would never be allowed."""
+    for origin in given:
+        scheme, _separator, rest = origin.partition("://")
+        if origin != "*" and (not scheme or not rest or "/" in rest or origin != origin.lower()):
+            msg = f"got {origin!r}; allowed: '*', and a scheme and a host in small letters, as http://localhost:3000"
+            raise click.BadParameter(msg)
+    return given
+
+
+def _parser(_: click.Context, __: click.Parameter, name: str | None) -> ToolFormat | None:
+    """Return the format of one of mlx-lm's parsers, named by whoever starts the server."""
+    if name is None:
+        return None
+    require_mlx()
+    import importlib
+    import pkgutil
+
+    from mlx_lm import tool_parsers
+
+    from oarlock.core.contracts.loader import ToolFormat
+
+    known = sorted(found.name for found in pkgutil.iter_modules(tool_parsers.__path__))
+    if name not in known:
+        msg = f"got {name!r}; allowed: {', '.join(known)}"
+        raise click.BadParameter(msg)
+    found = importlib.import_module(f"{tool_parsers.__name__}.{name}")
+    return ToolFormat(start=found.tool_call_start, end=found.tool_call_end, parse=found.parse_tool_call)
 
 
 @click.command(
@@ -34,17 +65,17 @@ DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 @click.option("--api-key", envvar="OARLOCK_API_KEY", show_envvar=True, help="Clients must send it as a bearer token.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="Answer to this Host header as well (repeatable).")
 @click.option(
-    "--allow-origin",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let scripts of such web pages ask: https://... (repeatable).",
+    "--allow-origin", multiple=True, metavar="URL", callback=_origins, help="Let pages of it ask (repeatable)."
 )
 @click.option("--max-body", default=10 << 20, show_default=True, type=click.IntRange(1), help="Most bytes of a body.")
 @click.option(
     "--drain-seconds", default=60.0, show_default=True, type=click.FloatRange(0), help="Longest wait at SIGTERM."
 )
 @click.option(
-    "--tool-parser", metavar="NAME", help="How the model calls tools, by mlx-lm's name: json_tools, mistral..."
+    "--tool-parser",
+    metavar="NAME",
+    callback=_parser,
+    help="How the model calls tools, by mlx-lm's name: json_tools, mistral...",
 )
 @click.option("--max-tokens", type=int, help="Of answers whose request names no limit.")
 @click.option("--temperature", type=float, help="Likewise; else what the model's makers advise, else 1.")
@@ -63,7 +94,7 @@ def serve(
     allow_origin: tuple[str, ...],
     max_body: int,
     drain_seconds: float,
-    tool_parser: str | None,
+    tool_parser: ToolFormat | None,
     ranks: bool,
     **given: Any,
 ) -> None:
@@ -76,20 +107,13 @@ def serve(
     _require_server()
     defaults = {key: given[key] for key in DEFAULTS if given[key] is not None}
     Request.from_mapping({"prompt": "x", **defaults})  # what is wrong is said before a model is loaded
-    parser = _parser(tool_parser) if tool_parser is not None else None
-    for text in untested():
-        note(f"warning: {text}")
-    if not _is_loopback(host) and not api_key:
-        note("warning: whoever reaches this machine can use the model; set a key with OARLOCK_API_KEY")
-    if "*" in allow_origin and not api_key:
-        note("warning: every web page that is open here can use the model; set a key with OARLOCK_API_KEY")
-    hosts = _hosts(host, allow_host)
-    options = {"key": api_key or "", "hosts": hosts, "origins": _origins(allow_origin), "max_body": max_body}
+    _warn(host, allow_origin, api_key)
+    options = {"key": api_key or "", "hosts": _hosts(host, allow_host), "origins": allow_origin, "max_body": max_body}
     name = name or Path(model).name.removesuffix(".gguf") or model
     config = engine_config(**given)
     group = followed(model, config, ranks)
     with _listen(host, port) as made:
-        asyncio.run(_serve(model, name, config, group, defaults, parser, made, options, drain_seconds))
+        asyncio.run(_serve(model, name, config, group, defaults, tool_parser, made, options, drain_seconds))
 
 
 def _require_server() -> None:
@@ -109,14 +133,14 @@ def _hosts(host: str, more: tuple[str, ...]) -> tuple[str, ...]:
     return (*LOOPBACK, *more) if _is_loopback(host) else ()
 
 
-def _origins(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return origins as browsers send them: what differs from that would never be allowed."""
-    for origin in given:
-        scheme, _, rest = origin.partition("://")
-        if origin != "*" and (not scheme or not rest or "/" in rest or origin != origin.lower()):
-            msg = f"--allow-origin is {origin!r}; allowed: '*', and a scheme and a host in small letters, as http://localhost:3000"
-            raise click.UsageError(msg)
-    return given
+def _warn(host: str, origins: tuple[str, ...], key: str | None) -> None:
+    """Say what whoever starts this may not have meant."""
+    for text in untested():
+        note(f"warning: {text}")
+    if not _is_loopback(host) and not key:
+        note("warning: whoever reaches this machine can use the model; set a key with OARLOCK_API_KEY")
+    if "*" in origins and not key:
+        note("warning: every web page that is open here can use the model; set a key with OARLOCK_API_KEY")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -136,30 +160,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _parser(name: str) -> Any:
-    """Return the format of one of mlx-lm's parsers, named by whoever starts the server."""
-    import importlib
-    import pkgutil
-
-    from mlx_lm import tool_parsers
-
-    from oarlock.core.contracts.loader import ToolFormat
-
-    known = sorted(found.name for found in pkgutil.iter_modules(tool_parsers.__path__))
-    if name not in known:
-        msg = f"--tool-parser is {name!r}; allowed: {', '.join(known)}"
-        raise click.UsageError(msg)
-    found = importlib.import_module(f"{tool_parsers.__name__}.{name}")
-    return ToolFormat(start=found.tool_call_start, end=found.tool_call_end, parse=found.parse_tool_call)
-
-
 async def _serve(
     model: str,
     name: str,
     config: EngineConfig,
     group: Any,
     defaults: dict[str, Any],
-    parser: Any,
+    tool_format: ToolFormat | None,
     made: socket.socket,
     options: dict[str, Any],
     drain_seconds: float,
@@ -172,7 +179,9 @@ async def _serve(
     from oarlock.plugins.server.serving import DrainingServer, address
 
     with busy(f"loading {model}"):
-        service = await open_service(model, name, config=config, group=group, defaults=defaults, tool_format=parser)
+        service = await open_service(
+            model, name, config=config, group=group, defaults=defaults, tool_format=tool_format
+        )
     async with service.engine:
         note(f"serving {', '.join(service.names)} at {address(made)}/v1, its page at {address(made)}/")
         app = create_app(service, **options)

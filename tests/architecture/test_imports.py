@@ -30,7 +30,7 @@ ORDER = (
         "agreed",
         "logged",
     },
-    {"engine", "aio_handle"},
+    {"engine", "aio_handle", "submissions"},
     {"journaled"},
     {"aio"},
 )
