@@ -69,6 +69,7 @@ class BoundModel:
     stored: str = attrs.field(init=False)
     companions: dict[str, Companion] = attrs.field(factory=dict, repr=False)
     tap: Tap = attrs.field(factory=Tap, repr=False)
+    _windows: dict[str, int] = attrs.field(factory=dict, init=False, repr=False)
 
     @stops.default
     def _stops(self) -> tuple[int, ...]:
@@ -113,8 +114,10 @@ class BoundModel:
 
     def window(self, name: str) -> int:
         """Return for what window a registered method has caches opened."""
-        method, options = self.method_of(name)
-        return method.window(options) if isinstance(method, WindowedMethod) else 1
+        if name not in self._windows:
+            method, options = self.method_of(name)
+            self._windows[name] = method.window(options) if isinstance(method, WindowedMethod) else 1
+        return self._windows[name]
 
     def check_method(self) -> None:
         """Raise what opening the engine's method would raise of its options."""

@@ -20,7 +20,7 @@ from oarlock.core.config import EngineConfig
 from oarlock.core.constraints import ReadsFirst
 from oarlock.core.contracts.constraint import MAX_FORCED
 from oarlock.core.contracts.layout import BatchCache
-from oarlock.core.contracts.method import Draw, Drawn, GroupedMethod
+from oarlock.core.contracts.method import Draw, Drawn, StoringMethod
 from oarlock.core.contracts.state_cache import StateCache
 from oarlock.core.emission import Emitter
 from oarlock.core.mixed import Work
@@ -58,7 +58,6 @@ class ExecutionGroup(ReadsFirst, Windows):
         self.states = Publisher(store, bound)
         self._released = released
         self._rows: list[Row] = []
-        self._method: GroupedMethod | None = None
         self._method_name = ""
         self._samplers = SamplerGroup(bound.samplers, bound.config.scheduler.vectorised_sampling, bound.processors)
         self._advances = 0
@@ -161,7 +160,8 @@ class ExecutionGroup(ReadsFirst, Windows):
         if self._method is not None and self._method_name == name:
             return
         self.close_method()
-        self._method = self.bound.open_method(name, self)
+        self._method = opened = self.bound.open_method(name, self)
+        self._storing = opened if isinstance(opened, StoringMethod) else None
         self._method_name = name
 
     def join(self, row: Row, caches: Sequence[BatchCache], first: Draw | None = None) -> None:

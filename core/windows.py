@@ -27,7 +27,9 @@ class Windows:
     log: StepLog
     _rows: list[Row]
     _samplers: SamplerGroup
-    _method: GroupedMethod | None
+    _method: GroupedMethod | None = None
+    _storing: StoringMethod | None = None
+    """The same, where it holds bytes beside its caches: to ask a protocol in each step takes long."""
     _method_name: str
 
     @property
@@ -37,12 +39,12 @@ class Windows:
 
     def beside(self, tokens: Sequence[int]) -> int:
         """Return the bytes that the method holds at most beside the caches of rows of ``tokens``."""
-        return self._method.beside(tokens) if isinstance(self._method, StoringMethod) else 0
+        return self._storing.beside(tokens) if self._storing is not None else 0
 
     def spare(self, left: Callable[[], int]) -> None:
         """Let the method hold as many bytes beside its caches as are ``left``; asked only where it holds any."""
-        if isinstance(self._method, StoringMethod):
-            self._method.spare(left())
+        if self._storing is not None:
+            self._storing.spare(left())
 
     def verify(self, logits: mx.array, ids: mx.array, widths: Sequence[int]) -> PendingDraw:
         """Sample behind each real token of a window."""
@@ -73,7 +75,7 @@ class Windows:
 
     def close_method(self) -> None:
         """Release the method, once; nobody listens any more."""
-        method, self._method, self._method_name = self._method, None, ""
+        method, self._method, self._storing, self._method_name = self._method, None, None, ""
         if method is not None:
             self.bound.tap.close()
             method.close()

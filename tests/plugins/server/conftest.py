@@ -137,9 +137,9 @@ def _left(box):
     return {key: value for key, value in counts.items() if value}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(imported):
-    """A headless Chromium."""
+    """A headless Chromium: it takes time of a core as long as it shows anything, so it ends with the module."""
     module = imported(Path(__file__).parent / "browser.py")
     if module.find() is None:
         pytest.skip("Chromium is not installed")

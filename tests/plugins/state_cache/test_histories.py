@@ -11,16 +11,17 @@ from oarlock.core.testing import models
 from oarlock.core.testing.warm import Counting, digest
 from oarlock.plugins.state_cache.prefixes import PrefixCache
 
-HEADS = {"head_dim": 32}
-PARTS = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "vocab_size": 128}
+TWO = {"num_hidden_layers": 2}
+HEADS = {"head_dim": 32, **TWO}
+PARTS = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "vocab_size": 128, **TWO}
 STORAGES = {
-    "full": ("tiny-full", {}, {}),
-    "rotating": ("tiny-ring", {}, {}),
+    "full": ("tiny-full", TWO, {}),
+    "rotating": ("tiny-ring", {"num_hidden_layers": 3}, {}),
     "quantized": ("tiny-full", HEADS, {"full": {"name": "quantized", "bits": 4, "group_size": 32}}),
-    "paged": ("tiny-full", {}, {"full": {"name": "paged", "block_size": 16}}),
+    "paged": ("tiny-full", TWO, {"full": {"name": "paged", "block_size": 16}}),
     "delayed": ("tiny-full", HEADS, {"full": {"name": "delayed", "start": 20, "group_size": 32}}),
     "recurrent": ("lfm2", {"hidden_size": 128, "block_dim": 128, "block_ff_dim": 256, "vocab_size": 1000}, {}),
-    "hybrid": ("qwen3_next", {"vocab_size": 128}, {}),
+    "hybrid": ("qwen3_next", {"vocab_size": 128, "full_attention_interval": 2, **TWO}, {}),
     "composite": ("falcon_h1", PARTS, {}),
     "chunked": ("llama4", {}, {}),
 }

@@ -7,6 +7,7 @@ masked column spreads as it does through a softmax weight of zero. `next_token` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -20,11 +21,13 @@ PRIME = 251
 POSITIONS = 512
 
 
+@functools.cache
 def weight(position: int) -> int:
     """Return what a position multiplies its token with."""
     return (7 * position * position + 3 * position + 1) % PRIME or 5
 
 
+@functools.cache
 def value(token: int, position: int, shift: int = 0) -> int:
     """Return the number that a token leaves at its position; ``shift`` is the adapter's."""
     return (token + 1 + shift) * weight(position) % PRIME
