@@ -85,6 +85,7 @@ def test_more_schedules_hold_every_invariant(numbers, tools):
 
 
 @pytest.mark.long
+@pytest.mark.first
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("numbers", LONG, ids=str)
 def test_fifty_thousand_schedules_hold_every_invariant(numbers, tools):
