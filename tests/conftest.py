@@ -98,7 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let what collecting has made stay out of sight: tests of leaks collect garbage, and would look through it each time."""
+    _put_away()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _put_away()
+
+
+def _put_away() -> None:
+    """Let what lives now stay out of sight: tests of leaks collect garbage, and would look through all of it each time."""
     gc.collect()
     gc.freeze()
 
