@@ -182,10 +182,8 @@ class Engine(Driven):
                 while events:
                     yield events.popleft()
         finally:
-            for handle in given.handles:
-                if not handle.done:
-                    handle.cancel()
-            while not all(handle.done for handle in given.handles):
+            given.cancel()
+            while not given.done:
                 self.step()
         for handle in given.handles:
             handle.result()

@@ -58,7 +58,6 @@ class ExecutionGroup(ReadsFirst, Windows):
         self.states = Publisher(store, bound)
         self._released = released
         self._rows: list[Row] = []
-        self._method_name = ""
         self._samplers = SamplerGroup(bound.samplers, bound.config.scheduler.vectorised_sampling, bound.processors)
         self._advances = 0
 

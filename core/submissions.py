@@ -38,3 +38,10 @@ class Submissions:
             self._waiting.popleft()
             self._open.append(handle)
             self.handles.append(handle)
+
+    def cancel(self) -> None:
+        """Submit no more, and let what runs end."""
+        self._waiting.clear()
+        for handle in self._open:
+            if not handle.done:
+                handle.cancel()

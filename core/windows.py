@@ -30,7 +30,7 @@ class Windows:
     _method: GroupedMethod | None = None
     _storing: StoringMethod | None = None
     """The same, where it holds bytes beside its caches: to ask a protocol in each step takes long."""
-    _method_name: str
+    _method_name: str = ""
 
     @property
     def window(self) -> int:

@@ -6,10 +6,13 @@ from oarlock.core.submissions import Submissions
 
 
 class Watched:
-    """A handle that counts how often it was asked whether it is done."""
+    """A handle that counts how often it was asked whether it is done, and notes that it was cancelled."""
 
     def __init__(self, name):
-        self.outcome, self.over, self.asked = name, False, 0
+        self.outcome, self.over, self.asked, self.cancelled = name, False, 0, False
+
+    def cancel(self):
+        self.cancelled = True
 
     @property
     def done(self):
@@ -53,3 +56,16 @@ def test_a_refusal_is_raised_and_the_others_stay_as_they_are():
     with pytest.raises(ValueError, match="b"):
         given.feed(lambda: True)
     assert [handle.outcome for handle in given.handles] == ["a"]
+
+
+def test_who_gives_up_submits_no_more_and_ends_what_runs():
+    given, room = Submissions("abc", Watched), [True, True, False]
+    given.feed(lambda: room.pop(0))
+    given.handles[1].over = True
+    given.cancel()
+    assert [handle.cancelled for handle in given.handles] == [True, False]
+    assert not given.done
+    given.handles[0].over = True
+    assert given.done
+    given.feed(lambda: True)
+    assert len(given.handles) == 2

@@ -30,6 +30,3 @@ def tools():
     gc.freeze()  # what lives now is not looked through again after each schedule
     with instruments() as tools:
         yield tools
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

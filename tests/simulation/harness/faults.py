@@ -33,15 +33,19 @@ class Faults:
         self._transients = list(world.setting.transients)
         self._losses = list(world.setting.losses)
         self._suspects = {plan.prompt[0]: plan for plan in world.plans.values() if plan.fault in BY_POSITION}
+        self._earliest: dict[str, int] = {}
+        """The first position of each fault that any plan has."""
+        for plan in self._suspects.values():
+            self._earliest[plan.fault] = min(plan.at, self._earliest.get(plan.fault, plan.at))
         self._by_seed = {plan.seed: plan for plan in world.plans.values()}
 
     def install(self) -> None:
         """Give the model and the layout their hooks."""
         model = self.world.model
         model.before, model.between = self._before, self._between
-        if any(plan.fault == "nan" for plan in self._suspects.values()):
+        if "nan" in self._earliest:
             model.spoiled = self._spoiled
-        if self._losses or any(plan.fault == "device" for plan in self._suspects.values()):
+        if self._losses or "device" in self._earliest:
             model.lost = self._lost
         self.world.tools.on_join = self._joining
         self.world.tools.on_wait = lambda: self.world.count("waits for bytes")
@@ -111,7 +115,7 @@ class Faults:
 
     def _guilty(self, cache, ids, fault: str) -> list[Plan | None]:
         """Return per line of ``ids`` the plan whose fault this forward reaches: a mixed one has a line for each token."""
-        earliest = min((plan.at for plan in self._suspects.values() if plan.fault == fault), default=None)
+        earliest = self._earliest.get(fault)
         reached = sides(cache, ids)
         if earliest is None or all(max(held.tokens) + part.shape[1] <= earliest for held, part in reached):
             return []  # nobody asks the arrays whose rows they hold: that takes longer than all the rest
