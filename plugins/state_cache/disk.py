@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import structlog
 
-from oarlock.plugins.state_cache.files import Damaged, digest
+from oarlock.plugins.state_cache.files import Damaged, Gone, digest
 
 _log = structlog.get_logger(__name__)
 SUFFIX = ".safetensors"
@@ -63,13 +63,12 @@ class Directory:
         return self._seen[1]
 
     def read(self, name: str) -> bytes:
-        """Return a file's bytes and mark it as used. Raises `Damaged` for one that is not what its name says."""
+        """Return a file's bytes and mark it as used. Raises `Damaged` for one that is not what its name says, or `Gone`."""
         path = self._file(name)
         try:
             data = path.read_bytes()
         except OSError as error:
-            msg = f"it cannot be read: {error.strerror}"
-            raise Damaged(msg) from error
+            raise _unread(error) from error
         if digest(data) != name.rpartition("-")[2]:
             msg = f"its {len(data)} bytes are not those that were written"
             raise Damaged(msg)
@@ -78,13 +77,12 @@ class Directory:
         return data
 
     def beginning(self, name: str, size: int) -> bytes:
-        """Return the first ``size`` bytes of a file, unchecked. Raises `Damaged`."""
+        """Return the first ``size`` bytes of a file, unchecked. Raises `Damaged`, or `Gone`."""
         try:
             with self._file(name).open("rb") as file:
                 return file.read(size)
         except OSError as error:
-            msg = f"it cannot be read: {error.strerror}"
-            raise Damaged(msg) from error
+            raise _unread(error) from error
 
     def write(
         self, prefix: str, nbytes: int, make: Callable[[], bytes], replaced: Callable[[], Iterable[str]]
@@ -174,6 +172,11 @@ class Directory:
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _unread(error: OSError) -> Damaged:
+    kind = Gone if isinstance(error, FileNotFoundError) else Damaged
+    return kind(f"it cannot be read: {error.strerror}")
 
 
 def _begun(part: Path) -> BinaryIO:

@@ -29,6 +29,10 @@ class Damaged(ValueError):
     """A file does not hold what it should; the text says why."""
 
 
+class Gone(Damaged):
+    """A file is not there any more: whoever else uses the directory has put another in its place, or taken it away."""
+
+
 @attrs.frozen(kw_only=True)
 class Stored:
     """States that cover exactly ``tokens``, whose they are, and whatever else plain JSON can say."""

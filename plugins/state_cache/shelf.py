@@ -11,7 +11,7 @@ import structlog
 from oarlock.core.contracts.composition import BoundLayer
 from oarlock.core.contracts.layout import RowState
 from oarlock.plugins.state_cache.disk import Directory
-from oarlock.plugins.state_cache.files import Damaged, Stored, header, packed, unpacked
+from oarlock.plugins.state_cache.files import Damaged, Gone, Stored, header, packed, unpacked
 from oarlock.plugins.state_cache.keys import Key, plain, usable
 from oarlock.plugins.state_cache.trie import Trie
 
@@ -19,6 +19,8 @@ _log = structlog.get_logger(__name__)
 PREFIX = "prefix"
 FIRST_READ = 1 << 16
 """Bytes in which most headers lie."""
+LOOKS = 3
+"""How often what others replace meanwhile is looked for again, before it counts as missed."""
 
 
 class Shelf:
@@ -34,7 +36,18 @@ class Shelf:
 
     def longer(self, key: Mapping[str, str], tokens: Sequence[int], than: int) -> tuple[int, Stored] | None:
         """Return the entry that covers the longest prefix of ``tokens``, if that is longer than ``than``, and its length."""
-        self._look()
+        for _ in range(LOOKS):
+            complete = self._look()
+            try:
+                found = self._longest(key, tokens, than)
+            except Gone:
+                continue
+            if found is not None or complete:
+                return found
+        return None
+
+    def _longest(self, key: Mapping[str, str], tokens: Sequence[int], than: int) -> tuple[int, Stored] | None:
+        """Return it, of what is known. Raises `Gone` where that is no longer there."""
         most = len(tokens) - 1
         trie = self._tries.get(plain(key))
         for common, name in list(trie.shared(tokens)) if trie is not None else ():
@@ -73,16 +86,20 @@ class Shelf:
         if future is not None:
             self._writing.append((plain(key), tokens, future))
 
-    def _look(self) -> None:
-        """Bring the index up to what is there."""
+    def _look(self) -> bool:
+        """Bring the index up to what is there; False where some of that was gone before it was read."""
+        complete = True
         there = {name for name in self._directory.names() if name.startswith(f"{PREFIX}-")}
         for name in self._known.keys() - there:
             self._forget(name)
         for name in sorted(there - self._known.keys() - self._refused):
             try:
                 self._learn(name)
+            except Gone:
+                complete = False
             except Damaged as error:
                 self._refuse(name, error)
+        return complete
 
     def _learn(self, name: str) -> None:
         beginning = self._directory.beginning(name, FIRST_READ)
@@ -102,6 +119,9 @@ class Shelf:
             if dict(stored.key) != dict(key) or len(stored.states) != len(self._layers):
                 msg = "it is another model's, or another's rows"
                 raise Damaged(msg)
+        except Gone:
+            self._forget(name)
+            raise
         except Damaged as error:
             self._refuse(name, error)
             return None

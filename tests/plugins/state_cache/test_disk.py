@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from structlog.testing import capture_logs
 
 from oarlock.core import Request
 from oarlock.core.contracts.layout import RowState
@@ -184,6 +185,34 @@ def test_what_is_none_of_ours_is_left_alone(tmp_path):
             ask(opened, PROMPT)
             assert opened.stats()["state_cache"]["disk_hits"] == hits
     assert {name: (tmp_path / name).read_bytes() for name in others} == others
+
+
+@pytest.mark.parametrize("moment", ["read", "beginning"])
+def test_what_is_replaced_while_another_reads_it_is_found_in_its_new_place(moment, tmp_path, monkeypatch):
+    """A longer entry comes in its place between the look and the read: nothing is missed, and nothing complained of."""
+    model, replaced = models.build("tiny-full"), []
+    with engine(model, tmp_path) as first, engine(model, tmp_path) as second:
+        longer = [*PROMPT, *ask(first, PROMPT).token_ids, 1, 2]
+        first._store._store._directories[0].flush()
+        (before,) = files(tmp_path)
+        directory = second._store._store._directories[0]
+        reading = getattr(directory, moment)
+
+        def late(*given):
+            if not replaced:
+                replaced.append(given)
+                ask(first, longer)
+                first._store._store._directories[0].flush()
+                assert before not in files(tmp_path)
+            return reading(*given)
+
+        monkeypatch.setattr(directory, moment, late)
+        with capture_logs() as lines:
+            got = ask(second, [*longer, 3])
+        assert got.usage.cached_tokens == len(longer)
+        assert second.stats()["state_cache"]["disk_hits"] == 1
+    assert len(replaced) == 1
+    assert lines == []
 
 
 def test_two_processes_share_a_directory(tmp_path):
